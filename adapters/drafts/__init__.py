@@ -1,0 +1,1 @@
+"""Adapters of draft checkpoints, one file a family."""

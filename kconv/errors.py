@@ -1,0 +1,52 @@
+"""Errors that a user can act on; each carries the exit code of the command line (design: 1 no, 2 bad input, 3 environment)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KconvError(Exception):
+    """Bad input or usage; nothing was written. Says what, where, the likely cause and the next step."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  next: {self.hint}" if self.hint else self.message
+
+
+class EnvironmentLacks(KconvError):
+    """The machine lacks something: disk space, memory, a package, a reference that cannot be imported."""
+
+    exit_code = 3
+
+
+class AnswerIsNo(KconvError):
+    """The question was answered, and the answer is no: parity failed, a difference was found, a draft does not fit."""
+
+    exit_code = 1
+
+
+class Problems(KconvError):
+    """Several problems at once, collected before a byte of data is read."""
+
+    def __init__(self, title: str, problems: Sequence[str], *, hint: str | None = None) -> None:
+        self.problems = list(problems)
+        lines = "\n".join(f"  - {p}" for p in self.problems)
+        super().__init__(f"{title}\n{lines}", hint=hint)
+
+
+class BadData(KconvError):
+    """A value inside a tensor is not convertible; `operand` is the index of the iso's input, `position` its element.
+
+    The executor turns it into a message that names the tensor and the file.
+    """
+
+    def __init__(self, message: str, *, operand: int, position: tuple[int, ...], hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.operand = operand
+        self.position = position

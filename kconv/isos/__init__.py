@@ -1,0 +1,1 @@
+"""Reversible steps between the tensors of two layouts, one file a format."""

@@ -1,0 +1,186 @@
+"""An iso is a reversible step between the tensors of two layouts: specs first, then data, with a grade for what is kept.
+
+| part | meaning |
+|---|---|
+| `forward_specs`, `backward_specs` | the other side's specs, or `SpecError`; pure, memoised by the plan |
+| `forward`, `backward` | the other side's tensors; no I/O, any device, no hidden state |
+| `grade` | what survives forward then backward (and, for a decode, what survives at all) |
+| `tiles` | how many axis-0 rows of each tensor make one independent piece, so that a large tensor streams in pieces |
+
+`out` lets the caller lend storage: an iso that makes new bytes writes them there, one that only moves bytes ignores it
+and returns views of its inputs.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kconv.errors import KconvError
+from kconv.spec import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Specs = tuple[Spec, ...]
+
+
+class Grade(enum.IntEnum):
+    """What a conversion keeps; the order is from best to worst, and a plan has the worst of its rules."""
+
+    EXACT = 0
+    EXACT_WITH_SIDECAR = 1
+    VALUE_EXACT = 2
+    LOSSY = 3
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", "-")
+
+    @classmethod
+    def parse(cls, text: str) -> Grade:
+        """The grade called `text` (`exact`, `exact-with-sidecar`, `value-exact`, `lossy`)."""
+        return cls[text.upper().replace("-", "_")]
+
+
+class SpecError(KconvError):
+    """An iso cannot take tensors of these specs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows along axis 0 that make one independent tile, per tensor of the left and of the right side.
+
+    Tensor i's tile t is rows [t*rows[i], min((t+1)*rows[i], shape[0])): the last one may be partial.
+    """
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+
+
+class Iso(ABC):
+    """A reversible step; subclasses are frozen dataclasses, so their `repr` is their identity in the plan's digest."""
+
+    grade: ClassVar[Grade] | Grade
+
+    @abstractmethod
+    def forward_specs(self, specs: Specs) -> Specs:
+        """Specs of the right side, from those of the left."""
+
+    @abstractmethod
+    def backward_specs(self, specs: Specs) -> Specs:
+        """Specs of the left side, from those of the right."""
+
+    @abstractmethod
+    def forward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Tensors of the right side; raises `BadData` with operand and position for a value that cannot be converted."""
+
+    @abstractmethod
+    def backward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Tensors of the left side."""
+
+    def tiles(self, left: Specs, right: Specs) -> Tiles | None:
+        """Independent pieces along axis 0, or None when the step needs its tensors whole."""
+        return None
+
+    def moves_bytes(self) -> bool:
+        """Whether the step only moves whole tensors' bytes (then the executor copies without looking at them)."""
+        return False
+
+
+@dataclass(frozen=True)
+class Same(Iso):
+    """The same bytes under another name."""
+
+    grade: ClassVar[Grade] = Grade.EXACT
+
+    def forward_specs(self, specs: Specs) -> Specs:
+        return specs
+
+    backward_specs = forward_specs
+
+    def forward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        return list(tensors)
+
+    backward = forward
+
+    def tiles(self, left: Specs, right: Specs) -> Tiles | None:
+        return Tiles((1,) * len(left), (1,) * len(right)) if all(s.shape for s in left) else None
+
+    def moves_bytes(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Seq(Iso):
+    """Steps one after the other."""
+
+    steps: tuple[Iso, ...]
+
+    @property
+    def grade(self) -> Grade:  # type: ignore[override]
+        return max(step.grade for step in self.steps)
+
+    def forward_specs(self, specs: Specs) -> Specs:
+        for step in self.steps:
+            specs = step.forward_specs(specs)
+        return specs
+
+    def backward_specs(self, specs: Specs) -> Specs:
+        for step in reversed(self.steps):
+            specs = step.backward_specs(specs)
+        return specs
+
+    def forward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        result = list(tensors)
+        for i, step in enumerate(self.steps):
+            result = step.forward(result, out if i == len(self.steps) - 1 else None)
+        return result
+
+    def backward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        result = list(tensors)
+        for i, step in reversed(list(enumerate(self.steps))):
+            result = step.backward(result, out if i == 0 else None)
+        return result
+
+    def moves_bytes(self) -> bool:
+        return all(step.moves_bytes() for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Par(Iso):
+    """Steps side by side: step i takes the next `lefts[i]` tensors of the left side and makes `rights[i]` of the right."""
+
+    steps: tuple[Iso, ...]
+    lefts: tuple[int, ...]
+    rights: tuple[int, ...]
+
+    @property
+    def grade(self) -> Grade:  # type: ignore[override]
+        return max(step.grade for step in self.steps)
+
+    def _each(self, method: str, counts: tuple[int, ...], items: Sequence, outs: Sequence | None, out_counts):
+        result: list = []
+        at = 0
+        for step, n, m in zip(self.steps, counts, out_counts, strict=True):
+            lent = () if outs is None else (outs[len(result) : len(result) + m],)
+            result.extend(getattr(step, method)(items[at : at + n], *lent))
+            at += n
+        return result
+
+    def forward_specs(self, specs: Specs) -> Specs:
+        return tuple(self._each("forward_specs", self.lefts, specs, None, self.rights))
+
+    def backward_specs(self, specs: Specs) -> Specs:
+        return tuple(self._each("backward_specs", self.rights, specs, None, self.lefts))
+
+    def forward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        return self._each("forward", self.lefts, tensors, out, self.rights)
+
+    def backward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        return self._each("backward", self.rights, tensors, out, self.lefts)
+
+    def moves_bytes(self) -> bool:
+        return all(step.moves_bytes() for step in self.steps)

@@ -1,0 +1,1 @@
+"""How a conversion is proven to compute what the reference computes."""

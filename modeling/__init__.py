@@ -1,0 +1,1 @@
+"""Native PyTorch modules, one mechanism a file."""
