@@ -1,0 +1,123 @@
+"""Routed experts, stacked: plain matrices, or MXFP4 codes kept packed in memory.
+
+| format | parameters | memory at K3's size, 92 layers |
+|---|---|---|
+| bf16 | `gate_up_proj` [E, 2 * inter, width] (gate = w1 first, then up = w3), `down_proj` [E, width, inter] | 5.45 TB |
+| packed | `gate_up_proj_packed` U8 [E, 2 * inter, width / 2], `gate_up_proj_scale` U8 [E, 2 * inter, width / 32], `down_proj_*` alike | 1.45 TB |
+
+Tokens are sorted by expert. Each active expert is then one matrix product (the reference's order of operations, exact
+everywhere), or all of them are one `torch._grouped_mm` (bf16 on CUDA). Packed experts are decoded as they are used and never
+all at once; their gradient flows to the input only. Results are weighted and summed over the top-k in at least fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kconv.modeling.config import KimiK3TextConfig
+from kconv.modeling.dtypes import widen
+from kconv.modeling.mxfp4 import decode
+from kconv.modeling.situ import GatedActivation
+
+GROUP = 32
+DECODE_AT_ONCE = 8  # packed experts decoded together on the grouped path: 0.5 GB of bf16 at K3's size
+
+
+class PackedLinear(torch.autograd.Function):
+    """`x @ decode(packed, scale).T`; the backward pass decodes again instead of keeping the matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """[tokens, in] x packed [out, in / 2] -> [tokens, out]."""
+        ctx.save_for_backward(packed, scale)
+        return F.linear(x, decode(packed, scale, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Gradient of the input; codes have none."""
+        packed, scale = ctx.saved_tensors
+        return grads[0] @ decode(packed, scale, grads[0].dtype), None, None
+
+
+class KimiExperts(nn.Module):
+    """`experts` gated MLPs of `width` -> 2 * inter -> `width`."""
+
+    def __init__(self, config: KimiK3TextConfig, experts: int) -> None:
+        super().__init__()
+        self.experts, self.inter = experts, config.moe_intermediate_size
+        self.width = config.routed_expert_hidden_size or config.hidden_size
+        self.packed = config.experts_format == "packed"
+        self.grouped = True  # allow torch._grouped_mm where it works; False keeps the reference's order everywhere
+        self.act = GatedActivation(config.hidden_act, config.activation_situ_beta, config.activation_situ_linear_beta)
+        for name, out, inp in (("gate_up_proj", 2 * self.inter, self.width), ("down_proj", self.width, self.inter)):
+            if self.packed:
+                self._add_codes(f"{name}_packed", out, inp // 2)
+                self._add_codes(f"{name}_scale", out, inp // GROUP)
+            else:
+                self.register_parameter(name, nn.Parameter(torch.empty(experts, out, inp)))
+
+    def _add_codes(self, name: str, rows: int, columns: int) -> None:
+        codes = torch.empty(self.experts, rows, columns, dtype=torch.uint8)
+        self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [tokens, width] through experts `indices` [tokens, k] with `weights` [tokens, k]; returns at least fp32."""
+        tokens, k = indices.shape
+        order = indices.flatten().argsort(stable=True)
+        counts = torch.bincount(indices.flatten(), minlength=self.experts)
+        y = self._run(x[order // k], counts)
+        place = torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))
+        return (widen(y[place]).view(tokens, k, -1) * weights[..., None]).sum(1)
+
+    def _run(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """All experts over rows sorted by expert, `counts` [experts] rows each."""
+        if self.grouped and x.is_cuda and x.dtype == torch.bfloat16:
+            return self._run_grouped(x, counts)
+        parts = [self._run_one(x[a:b], e) for e, a, b in _active(counts)]
+        return torch.cat(parts) if parts else x
+
+    def _run_one(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        gate, up = self._linear(x, "gate_up_proj", expert).chunk(2, dim=-1)
+        return self._linear(self.act(gate, up), "down_proj", expert)
+
+    def _linear(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+        if not self.packed:
+            return F.linear(x, getattr(self, name)[expert])
+        return PackedLinear.apply(x, getattr(self, f"{name}_packed")[expert], getattr(self, f"{name}_scale")[expert])
+
+    def _run_grouped(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if not self.packed:
+            return self._grouped(x, counts, self.gate_up_proj, self.down_proj)
+        if x.requires_grad:
+            parts = [self._run_one(x[a:b], e) for e, a, b in _active(counts)]
+            return torch.cat(parts) if parts else x
+        active = list(_active(counts))
+        parts = []
+        for i in range(0, len(active), DECODE_AT_ONCE):
+            now = active[i : i + DECODE_AT_ONCE]
+            chosen = torch.tensor([e for e, _, _ in now], device=x.device)
+            matrices = [
+                decode(getattr(self, f"{n}_packed")[chosen], getattr(self, f"{n}_scale")[chosen], x.dtype)
+                for n in ("gate_up_proj", "down_proj")
+            ]
+            parts.append(self._grouped(x[now[0][1] : now[-1][2]], counts[chosen], *matrices))
+        return torch.cat(parts) if parts else x
+
+    def _grouped(self, x: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = torch._grouped_mm(x, gate_up.transpose(-1, -2), offs=ends).chunk(2, dim=-1)
+        return torch._grouped_mm(self.act(gate, up), down.transpose(-1, -2), offs=ends)
+
+
+def _active(counts: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Each expert that has rows, with the first and the end of its rows."""
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            yield expert, start, start + count
+        start += count

@@ -1,0 +1,71 @@
+"""One decoder layer: attention (KDA or MLA) and an MLP (dense or MoE), joined by attention residuals or a plain stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from kconv.modeling.cache import KimiK3Cache
+from kconv.modeling.config import KimiK3TextConfig
+from kconv.modeling.kda import KimiDeltaAttention
+from kconv.modeling.mla import KimiMLA
+from kconv.modeling.mlp import KimiMLP
+from kconv.modeling.moe import KimiMoE
+from kconv.modeling.norm import KimiRMSNorm
+from kconv.modeling.residual import mix
+from kconv.modeling.segments import Segments
+from kconv.modeling.situ import GatedActivation
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all layers of a forward pass share: its sequences, its cache, and the mask over a filled cache [B, 1, T, past + T]."""
+
+    segments: Segments | None = None
+    cache: KimiK3Cache | None = None
+    allowed: torch.Tensor | None = None
+
+
+class KimiK3DecoderLayer(GradientCheckpointingLayer):
+    """Layer `index` (0-based) of a Kimi K3 or Kimi-Linear model."""
+
+    def __init__(self, config: KimiK3TextConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.kind = config.layer_kinds[index]
+        block = config.attn_res_block_size
+        self.starts_block = block is not None and index % block == 0
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = KimiMLA(config) if self.kind == "mla" else KimiDeltaAttention(config)
+        experts = config.experts_of(index)
+        act = GatedActivation(config.hidden_act, config.activation_situ_beta, config.activation_situ_linear_beta)
+        self.mlp = KimiMoE(config, experts) if experts else KimiMLP(hidden, config.intermediate_size, act)
+        self.input_layernorm = KimiRMSNorm(hidden, eps=eps)
+        self.post_attention_layernorm = KimiRMSNorm(hidden, eps=eps)
+        if block is not None:
+            for name in ("self_attention", "mlp"):
+                setattr(self, f"{name}_res_norm", KimiRMSNorm(hidden, eps=eps))
+                setattr(self, f"{name}_res_proj", nn.Linear(hidden, 1, bias=False))
+
+    def forward(
+        self, prefix: torch.Tensor, blocks: tuple[torch.Tensor, ...], layout: Layout
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Running prefix [batch, length, hidden] and finished blocks, before the layer -> after it."""
+        x = mix(prefix, blocks, self.self_attention_res_norm, self.self_attention_res_proj) if blocks else prefix
+        a = self.attend(self.input_layernorm(x), layout)
+        if self.starts_block:
+            blocks, prefix = (*blocks, prefix), a
+        else:
+            prefix = prefix + a
+        x = mix(prefix, blocks, self.mlp_res_norm, self.mlp_res_proj) if blocks else prefix
+        return prefix + self.mlp(self.post_attention_layernorm(x)), blocks
+
+    def attend(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The attention of this layer over its normed input."""
+        cache = None if layout.cache is None else layout.cache.layers[self.index]
+        if isinstance(self.self_attn, KimiMLA):
+            return self.self_attn(x, layout.segments, cache, layout.allowed)
+        return self.self_attn(x, layout.segments, cache)

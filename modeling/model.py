@@ -1,0 +1,217 @@
+"""The Kimi K3 text model and its language-model head, as Transformers models.
+
+`output_hidden_states` gives what the reference gives: the embedding, the running prefix after each layer, and in place of the
+last one the final norm's output. Padding, packing and the cache are described in `segments` and `cache`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from kconv.errors import KconvError
+from kconv.modeling import segments as seg
+from kconv.modeling.cache import KimiK3Cache
+from kconv.modeling.compat import CACHE_NAME
+from kconv.modeling.config import KimiK3TextConfig
+from kconv.modeling.init import initialise
+from kconv.modeling.kda import KimiDeltaAttention
+from kconv.modeling.layer import KimiK3DecoderLayer, Layout
+from kconv.modeling.mla import causal_mask
+from kconv.modeling.norm import KimiRMSNorm
+from kconv.modeling.residual import mix
+
+FP32_PARAMETERS = ("A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias")
+
+
+class KimiK3PreTrainedModel(PreTrainedModel):
+    """Base of the family: loading, saving and initialisation."""
+
+    config_class = KimiK3TextConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["KimiK3DecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _keep_in_fp32_modules_strict = list(FP32_PARAMETERS)
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if not initialise(module, self.config.initializer_range):
+            super()._init_weights(module)
+
+    def set_kda_backend(self, backend: str) -> None:
+        """Run KDA on `torch`, on `fla`, or on whichever fits the device (`auto`, the default)."""
+        for module in self.modules():
+            if isinstance(module, KimiDeltaAttention):
+                module.backend = backend  # type: ignore[assignment]
+
+
+class KimiK3TextModel(KimiK3PreTrainedModel):
+    """Embedding, decoder layers, final mix and norm."""
+
+    def __init__(self, config: KimiK3TextConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = KimiRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.attn_res_block_size is not None:
+            self.output_attn_res_norm = KimiRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding."""
+        self.embed_tokens = value  # type: ignore[assignment]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: KimiK3Cache | None = None,
+        past_key_values: KimiK3Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [batch, length, hidden] of ids or embeddings; see `segments` for masks and packed documents.
+
+        `attention_mask` [batch, past + length]; `padding_mask` (true where padding) is its complement; positions matter only
+        where they restart, since no layer rotates anything.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise KconvError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(cache if cache is not None else past_key_values, use_cache)
+        if attention_mask is None and padding_mask is not None:
+            attention_mask = ~padding_mask.bool()
+        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        layout = layout_of(x, attention_mask, position_ids, cu_seqlens, cache)
+        x, states = self._run(x, layout, self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        if cache is not None:
+            cache.advance(x.shape[1])
+        return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=states, **{CACHE_NAME: cache})
+
+    def _run(
+        self, x: torch.Tensor, layout: Layout, record: bool
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        states = [x]
+        blocks: tuple[torch.Tensor, ...] = ()
+        for layer in self.layers:
+            x, blocks = layer(x, blocks, layout)
+            if record:
+                states.append(x)
+        if blocks:
+            x = mix(x, blocks, self.output_attn_res_norm, self.output_attn_res_proj)
+        x = self.norm(x)
+        return x, (*states[:-1], x) if record else None
+
+    def _cache(self, cache: KimiK3Cache | None, use_cache: bool | None) -> KimiK3Cache | None:
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        checkpointing = self.training and torch.is_grad_enabled() and any(layer.gradient_checkpointing for layer in self.layers)
+        if not use_cache or checkpointing:
+            return None
+        if cache is not None and not isinstance(cache, KimiK3Cache):
+            raise KconvError(
+                f"a {type(cache).__name__} cannot hold KDA states", hint="pass kconv.modeling.KimiK3Cache(model.config), or no cache"
+            )
+        return KimiK3Cache(self.config) if cache is None else cache
+
+
+def layout_of(
+    x: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    cache: KimiK3Cache | None,
+) -> Layout:  # fmt: skip
+    """Sequences and cache mask of a forward pass over x [batch, length, hidden]; raises KconvError for what does not fit."""
+    batch, length = x.shape[:2]
+    past = 0 if cache is None else cache.tokens
+    if mask is not None and (mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] != past + length):
+        raise KconvError(
+            f"attention_mask {list(mask.shape)} does not fit {batch} rows of {past} cached and {length} new tokens",
+            hint=f"give [{batch}, {past + length}] with 1 for tokens and 0 for padding, or document numbers",
+        )
+    if cu_seqlens is not None:
+        segments: seg.Segments | None = seg.from_cu_seqlens(cu_seqlens.to(x.device), batch, length)
+    elif mask is not None:
+        segments = seg.from_mask(mask[:, past:].to(x.device))
+    elif position_ids is not None and past == 0 and length > 1:
+        segments = seg.from_position_ids(position_ids.to(x.device), batch)
+    else:
+        segments = None
+    if cache is not None and segments is not None and len(segments.bounds) - 1 != batch:
+        if not (cu_seqlens is None and mask is None):
+            raise KconvError("packed documents cannot be cached: a cache keeps one sequence a row", hint="pass use_cache=False")
+        segments, cache = segments, None
+    return Layout(segments, cache, _over_cache(mask, past, length))
+
+
+def _over_cache(mask: torch.Tensor | None, past: int, length: int) -> torch.Tensor | None:
+    """Boolean [batch, 1, length, past + length] over a filled cache with padding; None where plain causality is right."""
+    if mask is None or past == 0 or bool((mask != 0).all()):
+        return None
+    allowed = (mask != 0)[:, None, None] & causal_mask(length, past + length, mask.device)
+    # A padded query before the first token of its row may read anything: its output is never used, but must not be NaN.
+    return allowed | ~allowed.any(-1, keepdim=True)
+
+
+class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
+    """Kimi K3 text model with its head; `generate`, `save_pretrained` and the Auto classes work as for any Transformers model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: KimiK3TextConfig) -> None:
+        super().__init__(config)
+        self.model = KimiK3TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: KimiK3Cache | None = None,
+        past_key_values: KimiK3Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [batch, kept, vocab]: all positions, the last `logits_to_keep`, or those that it indexes; loss with `labels`."""
+        out = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            cache=cache if cache is not None else past_key_values, use_cache=use_cache, padding_mask=padding_mask,
+            output_hidden_states=output_hidden_states, cu_seqlens=cu_seqlens, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
+        logits = self.lm_head(out.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else kept])
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=out.hidden_states, **{CACHE_NAME: out[CACHE_NAME] if CACHE_NAME in out else None}
+        )
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Generation's cache is ours, whatever `cache_implementation` says."""
+        if generation_config.use_cache is False or model_kwargs.get(CACHE_NAME) is not None:
+            return
+        model_kwargs[CACHE_NAME] = KimiK3Cache(self.config)
+        if generation_config.is_assistant:
+            model_kwargs[CACHE_NAME].activate_past_recording()

@@ -1,0 +1,52 @@
+"""Root-mean-square norms of the Kimi family.
+
+| norm | arithmetic | eps |
+|---|---|---|
+| `KimiRMSNorm` | normalise in at least fp32, cast to the input's dtype, then times the weight | config (1e-5); MLA's q_a and kv_a: 1e-6 |
+| `KimiGatedRMSNorm` (KDA `o_norm`) | normalise, weight and sigmoid gate in at least fp32, then cast | config (1e-5) |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kconv.modeling.dtypes import Fp32Parameters, wide_parameter, widen
+
+
+def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps)` over the last axis, in at least fp32."""
+    x = widen(x)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class KimiRMSNorm(nn.Module):
+    """RMSNorm over the last axis; [..., size] -> [..., size] in the input's dtype."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., size]; the weight multiplies after the cast, as in the reference."""
+        return self.weight * rms(x, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Size and eps, for `print(model)`."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class KimiGatedRMSNorm(Fp32Parameters):
+    """KDA's output norm: `rms(x) * weight * sigmoid(gate)`, weight held in at least fp32."""
+
+    fp32_names = ("weight",)
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = wide_parameter(size)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalise and gate [..., size] with `gate` of the same shape; returns `x`'s dtype."""
+        return (rms(x, self.eps) * self.weight * widen(gate).sigmoid()).to(x.dtype)
