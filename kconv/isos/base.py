@@ -1,4 +1,4 @@
-"""An iso is a reversible step between the tensors of two layouts: specs first, then data, with a grade for what is kept.
+"""An iso is a reversible step between the tensors of two layouts: specs first, then data, graded by what is kept.
 
 | part | meaning |
 |---|---|
@@ -14,6 +14,7 @@ and returns views of its inputs.
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +64,10 @@ class Tiles:
 class Iso(ABC):
     """A reversible step; subclasses are frozen dataclasses, so their `repr` is their identity in the plan's digest."""
 
-    grade: ClassVar[Grade] | Grade
+    @property
+    @abstractmethod
+    def grade(self) -> Grade:
+        """What survives; a class attribute where it is always the same."""
 
     @abstractmethod
     def forward_specs(self, specs: Specs) -> Specs:
@@ -75,7 +79,7 @@ class Iso(ABC):
 
     @abstractmethod
     def forward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Tensors of the right side; raises `BadData` with operand and position for a value that cannot be converted."""
+        """Tensors of the right side; raises `BadData` (operand, position) for a value that cannot be converted."""
 
     @abstractmethod
     def backward(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -120,7 +124,7 @@ class Seq(Iso):
     steps: tuple[Iso, ...]
 
     @property
-    def grade(self) -> Grade:  # type: ignore[override]
+    def grade(self) -> Grade:
         return max(step.grade for step in self.steps)
 
     def forward_specs(self, specs: Specs) -> Specs:
@@ -145,20 +149,42 @@ class Seq(Iso):
             result = step.backward(result, out if i == 0 else None)
         return result
 
+    def tiles(self, left: Specs, right: Specs) -> Tiles | None:
+        whole: Tiles | None = None
+        for step in self.steps:
+            after = step.forward_specs(left)
+            tiles = step.tiles(left, after)
+            if tiles is None:
+                return None
+            whole = tiles if whole is None else _joined(whole, tiles)
+            if whole is None:
+                return None
+            left = after
+        return whole
+
     def moves_bytes(self) -> bool:
         return all(step.moves_bytes() for step in self.steps)
 
 
+def _joined(first: Tiles, second: Tiles) -> Tiles | None:
+    """Tiles of two steps in a row: as many of each as make the same rows in between, None where that cannot be."""
+    times = {(math.lcm(a, b) // a, math.lcm(a, b) // b) for a, b in zip(first.right, second.left, strict=True)}
+    if len(times) != 1:
+        return None
+    m, n = times.pop()
+    return Tiles(tuple(m * rows for rows in first.left), tuple(n * rows for rows in second.right))
+
+
 @dataclass(frozen=True)
 class Par(Iso):
-    """Steps side by side: step i takes the next `lefts[i]` tensors of the left side and makes `rights[i]` of the right."""
+    """Steps side by side: step i takes the next `lefts[i]` tensors of the left and makes `rights[i]` of the right."""
 
     steps: tuple[Iso, ...]
     lefts: tuple[int, ...]
     rights: tuple[int, ...]
 
     @property
-    def grade(self) -> Grade:  # type: ignore[override]
+    def grade(self) -> Grade:
         return max(step.grade for step in self.steps)
 
     def _each(self, method: str, counts: tuple[int, ...], items: Sequence, outs: Sequence | None, out_counts):

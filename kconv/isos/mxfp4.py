@@ -1,0 +1,93 @@
+"""MXFP4 isos: packed codes and scales on the left, values on the right.
+
+| iso | left side | right side | grade |
+|---|---|---|---|
+| `Mxfp4(dtype)` | packed U8 [..., C/2], scale U8 [..., C/32] | values [..., C], scale | exact-with-sidecar |
+| `Mxfp4(dtype, sidecar=False)` | the same | values [..., C] | value-exact: canonical scales on the way back |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kconv.errors import KconvError
+from kconv.isos import expect
+from kconv.isos.base import Grade, Iso, SpecError, Specs, Tiles
+from kconv.spec import FLOATS, Spec, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Outs = Sequence[Tensor] | None
+
+SCALES = ("U8", "F8_E8M0")
+
+
+@dataclass(frozen=True)
+class Mxfp4(Iso):
+    """MXFP4 (left) as values of `dtype`, with the scales beside them when `sidecar` (right); see `kernels.mxfp4`."""
+
+    dtype: str = "BF16"
+    sidecar: bool = True
+    group_size: int = 32
+    scale_dtype: str = "U8"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FLOATS or self.scale_dtype not in SCALES or self.group_size % 2 or self.group_size < 2:
+            raise KconvError(f"no such form of MXFP4: {self}")
+
+    @property
+    def grade(self) -> Grade:
+        return Grade.EXACT_WITH_SIDECAR if self.sidecar else Grade.VALUE_EXACT
+
+    def forward_specs(self, specs: Specs) -> Specs:
+        expect.count("MXFP4 decoding", specs, 2)
+        packed, scale = specs
+        expect.dtype("packed", packed, ("U8",))
+        expect.dtype("scale", scale, (self.scale_dtype,))
+        if not packed.shape:
+            raise SpecError(f"packed is {packed}, which has no axis of codes")
+        width = 2 * packed.shape[-1]
+        self._divides(width, packed)
+        expect.shape(
+            "scale", scale, (*packed.shape[:-1], width // self.group_size),
+            f"for packed {packed}: {width} codes in groups of {self.group_size}",
+        )  # fmt: skip
+        values = Spec(self.dtype, (*packed.shape[:-1], width))
+        return (values, scale) if self.sidecar else (values,)
+
+    def backward_specs(self, specs: Specs) -> Specs:
+        expect.count("MXFP4 encoding", specs, 2 if self.sidecar else 1)
+        values = specs[0]
+        expect.dtype("values", values, (self.dtype,))
+        if not values.shape:
+            raise SpecError(f"values are {values}, which has no axis of groups")
+        width = values.shape[-1]
+        self._divides(width, values)
+        scale = Spec(self.scale_dtype, (*values.shape[:-1], width // self.group_size))
+        if self.sidecar and specs[1] != scale:
+            raise SpecError(f"scale is {specs[1]}, expected {scale} for values {values}")
+        return Spec("U8", (*values.shape[:-1], width // 2)), scale
+
+    def _divides(self, width: int, spec: Spec) -> None:
+        if width % self.group_size:
+            raise SpecError(f"{spec} holds {width} codes a row, which groups of {self.group_size} do not divide")
+
+    def forward(self, tensors: Sequence[Tensor], out: Outs = None) -> list[Tensor]:
+        from kconv.kernels import mxfp4
+
+        values = mxfp4.decode(tensors[0], tensors[1], torch_dtype(self.dtype), out[0] if out else None)
+        return [values, tensors[1]] if self.sidecar else [values]
+
+    def backward(self, tensors: Sequence[Tensor], out: Outs = None) -> list[Tensor]:
+        from kconv.kernels import mxfp4
+
+        if self.sidecar:
+            return [mxfp4.encode_with_scale(tensors[0], tensors[1], out[0] if out else None), tensors[1]]
+        packed, scale = mxfp4.encode(tensors[0], self.group_size)
+        return [packed, scale.view(torch_dtype(self.scale_dtype))]
+
+    def tiles(self, left: Specs, right: Specs) -> Tiles | None:
+        return Tiles((1,) * len(left), (1,) * len(right)) if len(left[0].shape) > 1 else None

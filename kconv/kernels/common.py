@@ -1,0 +1,54 @@
+"""What all kernels share: bit views, lent outputs, the first bad position, the work of one chunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kconv.errors import KconvError
+
+CHUNK = 1 << 16
+"""Elements handled at once by the plain torch kernels, so that index, table and output stay in a core's cache."""
+
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same bytes as integers of the same width."""
+    return tensor.view(INTS[tensor.element_size()])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bits (NaN equals NaN, -0 differs from 0)."""
+    return torch.equal(bits(a), bits(b))
+
+
+def first(mask: Tensor) -> tuple[int, ...]:
+    """Index of the first true element of a mask that has one."""
+    flat = int(torch.argmax(mask.reshape(-1).to(torch.uint8)))
+    position = []
+    for size in reversed(mask.shape):
+        flat, at = divmod(flat, size)
+        position.append(at)
+    return tuple(reversed(position))
+
+
+def lend(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Storage for a result: `out` if it was lent and fits (else `KconvError`), a new tensor otherwise."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
+        raise KconvError(
+            f"the lent output is {out.dtype} {list(out.shape)} on {out.device}, "
+            f"the result is {dtype} {list(shape)} on {device}"
+        )
+    return out
+
+
+def viewable(tensor: Tensor, width: int) -> bool:
+    """Whether a contiguous view in elements of `width` bytes exists: no gaps, and the start is on such a boundary."""
+    return tensor.is_contiguous() and tensor.data_ptr() % width == 0 and _starts_on(tensor, width)
+
+
+def _starts_on(tensor: Tensor, width: int) -> bool:
+    return tensor.storage_offset() * tensor.element_size() % width == 0
