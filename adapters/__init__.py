@@ -1,1 +1,61 @@
-"""State-dict adapters: tables that join the names of two layouts, one file a family."""
+"""State-dict adapters: tables that join the names of two layouts, one file a family, imported only when needed.
+
+| model_type of config.json | family | adapter |
+|---|---|---|
+| kimi_k3, kimi_linear, kimi_k3_text | Kimi K3, Kimi-Linear | `kconv.adapters.k3` |
+
+An adapter module has `layouts(checkpoint, options) -> Layouts` and `describe(checkpoint) -> dict`; it does no I/O.
+A new layout is one file and one row here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+from kconv.errors import KconvError
+from kconv.plans import Layouts
+from kconv.source import Checkpoint
+
+ADAPTERS: dict[str, str] = {
+    "kimi_k3": "kconv.adapters.k3",
+    "kimi_linear": "kconv.adapters.k3",
+    "kimi_k3_text": "kconv.adapters.k3",
+}
+TARGETS = ("native", "hf", "hf-text")
+EXPERTS = ("packed", "bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user asks of a conversion; None means the adapter's default."""
+
+    to: str = "native"
+    experts: str | None = None
+    vision: str | None = None
+    dtype: str | None = None
+    sidecar: bool = True
+    layers: tuple[int, int] | None = None
+    tie: bool = False
+
+
+def adapter_for(checkpoint: Checkpoint) -> ModuleType:
+    """The adapter of a checkpoint, by its config's `model_type`; raises KconvError naming the type when none fits."""
+    model_type = checkpoint.config.get("model_type")
+    if model_type in ADAPTERS:
+        return importlib.import_module(ADAPTERS[model_type])
+    if not checkpoint.config:
+        raise KconvError(f"{checkpoint.where} has no config.json", hint="put the checkpoint's config.json beside the weights")
+    nested = (checkpoint.config.get("text_config") or {}).get("model_type")
+    raise KconvError(
+        f"{checkpoint.where}/config.json: model_type is {model_type!r}" + (f", text_config.model_type {nested!r}" if nested else ""),
+        hint=f"kconv knows {', '.join(ADAPTERS)}",
+    )
+
+
+def layouts_for(checkpoint: Checkpoint, options: Options) -> Layouts:
+    """The rules that take a checkpoint to the layout that `options.to` names."""
+    if options.to not in TARGETS:
+        raise KconvError(f"unknown target {options.to!r}", hint=f"targets are {', '.join(TARGETS)}")
+    return adapter_for(checkpoint).layouts(checkpoint, options)

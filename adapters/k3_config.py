@@ -1,0 +1,102 @@
+"""config.json of a K3 checkpoint, read at both levels and lifted for each target.
+
+| target | config |
+|---|---|
+| native | the text config, `model_type kimi_k3_text`, without generation defaults, vision, remote code or quantisation keys |
+| hf-text | the text config as `KimiLinearForCausalLM`, for clients that run the checkpoint's own code |
+| hf | the source's own config, kept word for word in the manifest |
+
+The quantisation block may stand at the top level or in `text_config`; where both exist the top one counts, because a
+tool that re-quantises a checkpoint writes only that and leaves the other behind.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kconv.errors import KconvError
+
+Config = dict[str, Any]
+
+# Generation and encoder-decoder defaults that old releases of Transformers wrote into every config.
+GENERATION_DEFAULTS = frozenset(
+    """add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder
+    is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type pruned_heads
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
+    typical_p use_bfloat16 _name_or_path transformers_version torch_dtype""".split()
+)
+TEXT_TYPES = ("kimi_linear", "kimi_k3_text")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def text_config(config: Config) -> Config:
+    """The text model's config, from a multimodal or a flat one; raises KconvError saying which value was found where."""
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    found = text.get("model_type")
+    if found not in TEXT_TYPES:
+        where = "text_config.model_type" if text is nested else "model_type"
+        raise KconvError(f"config.json: {where} is {found!r}", hint=f"a K3 text model has one of {', '.join(TEXT_TYPES)}")
+    merged = {**text}
+    for key in TOKEN_IDS:
+        if config.get(key) is not None:
+            merged[key] = config[key]
+    merged["tie_word_embeddings"] = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
+    merged["dtype"] = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    return merged
+
+
+def quantization(config: Config, notes: list[str]) -> Config | None:
+    """The quantisation block that counts: top level before `text_config`; a stale nested one is reported."""
+    top = config.get("quantization_config")
+    nested = (config.get("text_config") or {}).get("quantization_config")
+    if top and nested and top != nested:
+        notes.append("config.json has two quantisation blocks; the top-level one counts, the one in text_config is stale")
+    return top or nested
+
+
+def native_config(text: Config, *, experts_format: str, counts: dict[int, int], layers: int) -> Config:
+    """The config of a native checkpoint: what computes, nothing else."""
+    drop = GENERATION_DEFAULTS | {"quantization_config", "auto_map", "architectures", "model_type"}
+    lifted = {k: copy.deepcopy(v) for k, v in text.items() if k not in drop}
+    lifted |= {"model_type": "kimi_k3_text", "architectures": ["KimiK3ForCausalLM"], "experts_format": experts_format}
+    if counts and len(set(counts.values())) > 1:
+        lifted["num_experts_per_layer"] = [counts.get(i, 0) for i in range(layers)]
+    return lifted
+
+
+def hf_text_config(config: Config, text: Config, root: str, *, quantized: bool) -> Config:
+    """The text config as the checkpoint's own remote code reads it: names without the root's prefix."""
+    lifted = {k: copy.deepcopy(v) for k, v in text.items() if k != "quantization_config"}
+    lifted |= {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}
+    block = quantization(config, [])
+    if quantized and block:
+        lifted["quantization_config"] = without_prefix(block, root.removesuffix("model."))
+    return lifted
+
+
+def without_prefix(block: Config, prefix: str) -> Config:
+    """A quantisation block whose module names lost `prefix`, vision entries removed; regular expressions are kept."""
+    result = copy.deepcopy(block)
+    if isinstance(result.get("ignore"), list):
+        kept = [n for n in result["ignore"] if not any(v in n for v in ("vision_tower", "mm_projector"))]
+        result["ignore"] = [n.removeprefix(prefix) for n in kept]
+    for group in (result.get("config_groups") or {}).values():
+        group["targets"] = [t.removeprefix(prefix) for t in group.get("targets", [])]
+    return result
+
+
+def cut_layers(text: Config, first: int, last: int) -> Config:
+    """The config of layers 0..last, when the cut starts at 0; otherwise the config is left as it is."""
+    if first != 0:
+        return text
+    cut = copy.deepcopy(text)
+    cut["num_hidden_layers"] = last + 1
+    for key in ("kda_layers", "full_attn_layers"):
+        cut["linear_attn_config"][key] = [i for i in cut["linear_attn_config"][key] if i <= last + 1]
+    return cut

@@ -1,0 +1,185 @@
+"""The tensors of a Kimi K3 text model, as a table: name, kind of layer, shape in terms of the config, precision.
+
+Sizes (K3 in brackets): C hidden [7168], H KDA heads [96], D KDA head dim [128], P = H*D [12288], K conv kernel [4],
+A attention heads [96], Q q_lora [1536], R kv_lora [512], QK = nope+rope head dim [192], B = nope+v head dim [256],
+O = A*v [12288], I dense width [33792], M expert width [3072], S shared width [6144], L latent width [3584],
+E experts [896], V vocabulary [163840]. Kimi-Linear is the same table without attention residuals, latent and MLA gate.
+
+Source: headers of the published checkpoint (60 patterns that multiply out to its 497,220 tensors).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kconv.errors import KconvError
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pattern: name below the layer (or the model), kind, shape symbols, whether it must stay fp32, and when it exists."""
+
+    name: str
+    kind: str
+    shape: tuple[str | int, ...]
+    fp32: bool = False
+    when: Callable[[Config], bool] = field(default=lambda c: True)
+
+
+def attn_res(c: Config) -> bool:
+    """Whether the model mixes block residuals."""
+    return bool(c.get("attn_res_block_size"))
+
+
+def latent(c: Config) -> bool:
+    """Whether routed experts work in a latent width."""
+    return bool(c.get("routed_expert_hidden_size"))
+
+
+def full_gate(c: Config) -> bool:
+    """Whether KDA's output gate is one full-rank projection."""
+    return bool(c["linear_attn_config"].get("use_full_rank_gate"))
+
+
+def q_lora(c: Config) -> bool:
+    """Whether MLA compresses queries."""
+    return bool(c.get("q_lora_rank"))
+
+
+ROWS: tuple[Row, ...] = (
+    Row("embed_tokens.weight", "model", ("V", "C")),
+    Row("input_layernorm.weight", "layer", ("C",)),
+    Row("self_attention_res_norm.weight", "layer", ("C",), when=attn_res),
+    Row("self_attention_res_proj.weight", "layer", (1, "C"), when=attn_res),
+    Row("self_attn.q_proj.weight", "kda", ("P", "C")),
+    Row("self_attn.k_proj.weight", "kda", ("P", "C")),
+    Row("self_attn.v_proj.weight", "kda", ("P", "C")),
+    Row("self_attn.q_conv1d.weight", "kda", ("P", 1, "K"), fp32=True),
+    Row("self_attn.k_conv1d.weight", "kda", ("P", 1, "K"), fp32=True),
+    Row("self_attn.v_conv1d.weight", "kda", ("P", 1, "K"), fp32=True),
+    Row("self_attn.A_log", "kda", ("H",), fp32=True),
+    Row("self_attn.dt_bias", "kda", ("P",), fp32=True),
+    Row("self_attn.f_a_proj.weight", "kda", ("D", "C")),
+    Row("self_attn.f_b_proj.weight", "kda", ("P", "D")),
+    Row("self_attn.b_proj.weight", "kda", ("H", "C")),
+    Row("self_attn.g_proj.weight", "kda", ("P", "C"), when=full_gate),
+    Row("self_attn.g_a_proj.weight", "kda", ("D", "C"), when=lambda c: not full_gate(c)),
+    Row("self_attn.g_b_proj.weight", "kda", ("P", "D"), when=lambda c: not full_gate(c)),
+    Row("self_attn.o_norm.weight", "kda", ("D",), fp32=True),
+    Row("self_attn.o_proj.weight", "kda", ("C", "P")),
+    Row("self_attn.q_a_proj.weight", "mla", ("Q", "C"), when=q_lora),
+    Row("self_attn.q_a_layernorm.weight", "mla", ("Q",), when=q_lora),
+    Row("self_attn.q_b_proj.weight", "mla", ("A*QK", "Q"), when=q_lora),
+    Row("self_attn.q_proj.weight", "mla", ("A*QK", "C"), when=lambda c: not q_lora(c)),
+    Row("self_attn.kv_a_proj_with_mqa.weight", "mla", ("R+rope", "C")),
+    Row("self_attn.kv_a_layernorm.weight", "mla", ("R",)),
+    Row("self_attn.kv_b_proj.weight", "mla", ("G*B", "R")),
+    Row("self_attn.g_proj.weight", "mla", ("O", "C"), when=lambda c: bool(c.get("mla_use_output_gate"))),
+    Row("self_attn.o_proj.weight", "mla", ("C", "O")),
+    Row("post_attention_layernorm.weight", "layer", ("C",)),
+    Row("mlp_res_norm.weight", "layer", ("C",), when=attn_res),
+    Row("mlp_res_proj.weight", "layer", (1, "C"), when=attn_res),
+    Row("mlp.gate_proj.weight", "dense", ("I", "C")),
+    Row("mlp.up_proj.weight", "dense", ("I", "C")),
+    Row("mlp.down_proj.weight", "dense", ("C", "I")),
+    Row("mlp.gate.weight", "moe", ("E", "C")),
+    Row("mlp.gate.e_score_correction_bias", "moe", ("E",), fp32=True),
+    Row("mlp.shared_experts.gate_proj.weight", "moe", ("S", "C"), when=lambda c: bool(c.get("num_shared_experts"))),
+    Row("mlp.shared_experts.up_proj.weight", "moe", ("S", "C"), when=lambda c: bool(c.get("num_shared_experts"))),
+    Row("mlp.shared_experts.down_proj.weight", "moe", ("C", "S"), when=lambda c: bool(c.get("num_shared_experts"))),
+    Row("mlp.routed_expert_down_proj.weight", "moe", ("L", "C"), when=latent),
+    Row("mlp.routed_expert_norm.weight", "moe", ("L",), when=lambda c: latent(c) and bool(c.get("latent_moe_use_norm"))),
+    Row("mlp.routed_expert_up_proj.weight", "moe", ("C", "L"), when=latent),
+    Row("norm.weight", "model", ("C",)),
+    Row("output_attn_res_norm.weight", "model", ("C",), when=attn_res),
+    Row("output_attn_res_proj.weight", "model", (1, "C"), when=attn_res),
+    Row("lm_head.weight", "head", ("V", "C"), when=lambda c: not c.get("tie_word_embeddings")),
+)
+
+EXPERTS = {"w1": ("M", "L"), "w3": ("M", "L"), "w2": ("L", "M")}
+GATE, UP, DOWN = "w1", "w3", "w2"
+
+VISION_ROOTS = ("vision_tower.", "mm_projector.")
+
+
+@dataclass(frozen=True)
+class K3Layout:
+    """Layer kinds (0-based) and sizes, read once from a text config whose layer lists are 1-based."""
+
+    config: Config
+    kinds: dict[str, tuple[int, ...]]
+    sizes: dict[str, int]
+
+    def rows(self) -> list[Row]:
+        """The rows of the table that this config has."""
+        return [row for row in ROWS if row.when(self.config)]
+
+    def shape(self, symbols: tuple[str | int, ...], **override: int) -> tuple[int, ...]:
+        """A shape with its symbols replaced by this config's sizes."""
+        sizes = self.sizes | override
+        return tuple(s if isinstance(s, int) else _value(s, sizes) for s in symbols)
+
+
+def _value(symbol: str, sizes: dict[str, int]) -> int:
+    if "+" in symbol:
+        return sum(sizes[s] for s in symbol.split("+"))
+    return math.prod(sizes[s] for s in symbol.split("*"))
+
+
+def k3_layout(config: Config) -> K3Layout:
+    """The layout of a text config (`text_config` of the published one); raises KconvError where it contradicts itself."""
+    linear = config.get("linear_attn_config")
+    if not isinstance(linear, dict):
+        raise KconvError("config.json has no linear_attn_config", hint="kconv needs the layer lists to tell KDA from MLA layers")
+    try:
+        n = config["num_hidden_layers"]
+        kda = tuple(i - 1 for i in linear["kda_layers"])
+        mla = tuple(i - 1 for i in linear["full_attn_layers"])
+        if sorted(kda + mla) != list(range(n)):
+            raise KconvError(
+                f"config.json: kda_layers and full_attn_layers (1-based) do not cover the {n} layers once each",
+                hint="correct linear_attn_config or num_hidden_layers",
+            )
+        return K3Layout(config, _kinds(config, n, kda, mla), _sizes(config, linear))
+    except KeyError as e:
+        raise KconvError(f"config.json lacks {e.args[0]}", hint="give the checkpoint's own config.json") from e
+
+
+def _kinds(config: Config, n: int, kda: tuple[int, ...], mla: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+    has_experts = bool(config.get("num_experts"))
+    moe = tuple(i for i in range(n) if has_experts and i >= first and i % every == 0)
+    dense = tuple(i for i in range(n) if i not in moe)
+    return {"layer": tuple(range(n)), "kda": kda, "mla": mla, "dense": dense, "moe": moe}
+
+
+def _sizes(config: Config, linear: Config) -> dict[str, int]:
+    heads = config["num_attention_heads"]
+    moe_width = config.get("moe_intermediate_size") or 0
+    rope, nope, v = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
+    return {
+        "V": config["vocab_size"],
+        "C": config["hidden_size"],
+        "H": linear["num_heads"],
+        "D": linear["head_dim"],
+        "P": linear["num_heads"] * linear["head_dim"],
+        "K": linear["short_conv_kernel_size"],
+        "A": heads,
+        "G": config.get("num_key_value_heads") or heads,
+        "Q": config.get("q_lora_rank") or 0,
+        "R": config["kv_lora_rank"],
+        "rope": rope,
+        "QK": nope + rope,
+        "B": nope + v,
+        "O": heads * v,
+        "I": config["intermediate_size"],
+        "M": moe_width,
+        "S": moe_width * (config.get("num_shared_experts") or 0),
+        "L": config.get("routed_expert_hidden_size") or config["hidden_size"],
+        "E": config.get("num_experts") or 0,
+    }

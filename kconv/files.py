@@ -1,0 +1,172 @@
+"""Where bytes come from: a folder of files, read by `pread`, or anything that offers the same four calls.
+
+The `Files` protocol is the whole surface the engine needs of a source: names, sizes, ranges, and a fingerprint that
+changes when a file does. `kconv.hub` offers the same calls over HTTP ranges.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from kconv.errors import KconvError
+
+OPEN_FILES = 8
+
+
+@runtime_checkable
+class Files(Protocol):
+    """A read-only set of files."""
+
+    where: str
+
+    def names(self) -> list[str]:
+        """Relative names of all regular files, sorted."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes of one file."""
+        ...
+
+    def fingerprint(self, name: str) -> str:
+        """A short text that differs when the file was changed."""
+        ...
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """`length` bytes from `offset` (to the end by default); raises KconvError when they are not there."""
+        ...
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        ...
+
+
+class Descriptors:
+    """Open file descriptors by name, shared by threads; closes the least recently used beyond `limit`."""
+
+    def __init__(self, opener: Callable[[str], int], limit: int = OPEN_FILES) -> None:
+        self._opener, self._limit = opener, limit
+        self._open: OrderedDict[str, list[int]] = OrderedDict()  # name -> [descriptor, users]
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[int]:
+        """A descriptor of the file that stays open inside the block."""
+        with self._lock:
+            slot = self._open.get(name)
+            if slot is None:
+                slot = self._open[name] = [self._opener(name), 0]
+            self._open.move_to_end(name)
+            slot[1] += 1
+            self._close_idle(keep=self._limit)
+        try:
+            yield slot[0]
+        finally:
+            with self._lock:
+                slot[1] -= 1
+
+    def _close_idle(self, keep: int) -> None:
+        idle = [n for n, (_, users) in self._open.items() if users == 0]
+        for name in idle[: max(0, len(self._open) - keep)]:
+            os.close(self._open.pop(name)[0])
+
+    def close(self) -> None:
+        """Close every descriptor that nobody uses."""
+        with self._lock:
+            self._close_idle(keep=0)
+
+
+def pread_full(fd: int, buffer: memoryview, offset: int, path: object) -> None:
+    """Fill `buffer` from `offset`; raises KconvError when the file ends before."""
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(fd, [buffer[done:]], offset + done)
+        if got == 0:
+            raise KconvError(
+                f"{path} ends at byte {offset + done}, {len(buffer) - done} bytes before its header says",
+                hint="the file was cut or changed while it was read; fetch it again",
+            )
+        done += got
+
+
+class LocalFiles:
+    """Files of a folder (or one single file), read with `pread`; keeps at most `OPEN_FILES` descriptors."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.root = Path(path)
+        self.where = str(path)
+        self._single = self.root.name if self.root.is_file() else None
+        if self._single:
+            self.root = self.root.parent
+        self.fds = Descriptors(lambda name: os.open(self.path(name), os.O_RDONLY))
+        self._sparse: dict[str, bool] = {}
+
+    def names(self) -> list[str]:
+        if self._single:
+            beside = [n for n in ("config.json",) if (self.root / n).is_file()]
+            return sorted([self._single, *beside])
+        found = []
+        for folder, folders, files in os.walk(self.root):
+            folders[:] = [f for f in folders if not f.startswith(".")]
+            base = Path(folder).relative_to(self.root)
+            found += [str(base / f) for f in files if (self.root / base / f).is_file()]
+        return sorted(found)
+
+    def path(self, name: str) -> Path:
+        """The local path of a file."""
+        return self.root / name
+
+    def size(self, name: str) -> int:
+        return self.path(name).stat().st_size
+
+    def fingerprint(self, name: str) -> str:
+        s = self.path(name).stat()
+        return f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}"
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        size = self.size(name) - offset if length is None else length
+        data = bytearray(size)
+        self.read_into(name, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        with self.fds.use(name) as fd:
+            pread_full(fd, buffer, offset, self.path(name))
+
+    def is_hole(self, name: str, offset: int, length: int) -> bool:
+        """Whether a range is a hole of a sparse file, that is, reads as zeros without being stored."""
+        with self.fds.use(name) as fd:
+            if name not in self._sparse:
+                s = os.fstat(fd)
+                self._sparse[name] = s.st_blocks * 512 < s.st_size
+            if not self._sparse[name]:
+                return False
+            try:
+                return os.lseek(fd, offset, os.SEEK_DATA) >= offset + length
+            except OSError as e:
+                return e.errno == errno.ENXIO
+
+    def close(self) -> None:
+        """Close every descriptor that nobody uses."""
+        self.fds.close()
+
+
+def open_files(source: str | os.PathLike[str]) -> Files:
+    """The files of SOURCE: a folder, one `.safetensors` file, or `hf://owner/name[@revision]`."""
+    text = str(source)
+    if text.startswith("hf://"):
+        from kconv.hub import HubFiles
+
+        return HubFiles(text)
+    path = Path(source)
+    if not path.exists():
+        raise KconvError(f"{text}: no such file or folder", hint="give a folder, a .safetensors file, or hf://owner/name")
+    if path.is_file() and path.suffix != ".safetensors":
+        raise KconvError(f"{text} is not a .safetensors file", hint="pickle files are never opened; convert them first")
+    return LocalFiles(path)

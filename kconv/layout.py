@@ -1,0 +1,89 @@
+"""Where every output tensor will lie: files, headers and offsets, settled before any data is read.
+
+Tensors go into files in the plan's order (layer by layer) until `shard_size` bytes are reached; one larger tensor gets
+a file of its own. Inside a file, wider dtypes come first, so that every tensor is aligned without padding, as the
+safetensors library writes them. Files are `<group>-00001-of-000NN.safetensors` with one index a group.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kconv.plans import Target
+from kconv.source import GROUPS, index_name
+from kconv.spec import BITS, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class OutFile:
+    """One output file: its header bytes, its whole size, and where each tensor starts (absolute)."""
+
+    name: str
+    group: str
+    header: bytes
+    size: int
+    starts: dict[str, int]
+
+
+def lay_out(targets: Mapping[str, Target], shard_size: int) -> list[OutFile]:
+    """Files that hold all targets, none over `shard_size` bytes of data unless a single tensor is."""
+    files: list[OutFile] = []
+    for group in GROUPS:
+        shards = _shards({n: t.spec for n, t in targets.items() if t.group == group}, shard_size)
+        for i, names in enumerate(shards, 1):
+            name = f"{group}-{i:05d}-of-{len(shards):05d}.safetensors"
+            files.append(_file(name, group, {n: targets[n].spec for n in names}))
+    return files
+
+
+def _shards(specs: Mapping[str, Spec], shard_size: int) -> list[list[str]]:
+    shards: list[list[str]] = []
+    room = -1
+    for name, spec in specs.items():
+        if not shards or spec.nbytes > room:
+            shards.append([])
+            room = shard_size
+        shards[-1].append(name)
+        room -= spec.nbytes
+    return shards
+
+
+def _file(name: str, group: str, specs: Mapping[str, Spec]) -> OutFile:
+    ordered = sorted(specs, key=lambda n: -BITS[specs[n].dtype])
+    header, starts = safetensors_header({n: specs[n] for n in ordered})
+    size = len(header) + sum(s.nbytes for s in specs.values())
+    return OutFile(name, group, header, size, starts)
+
+
+def safetensors_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file that holds `specs` in this order, and each tensor's absolute start."""
+    table: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    at = 0
+    for name, spec in specs.items():
+        table[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+        at += spec.nbytes
+    blob = json.dumps(table, separators=(",", ":")).encode()
+    blob += b" " * (-len(blob) % 8)
+    base = 8 + len(blob)
+    starts, at = {}, base
+    for name, spec in specs.items():
+        starts[name] = at
+        at += spec.nbytes
+    return struct.pack("<Q", len(blob)) + blob, starts
+
+
+def indexes(files: list[OutFile], targets: Mapping[str, Target]) -> dict[str, bytes]:
+    """Index file name -> its bytes, for every group that has files."""
+    result = {}
+    for group in GROUPS:
+        mine = [f for f in files if f.group == group]
+        if not mine:
+            continue
+        weight_map = {name: f.name for f in mine for name in f.starts}
+        total = sum(targets[name].spec.nbytes for name in weight_map)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        result[index_name(group)] = json.dumps(index, indent=2).encode() + b"\n"
+    return result

@@ -1,0 +1,72 @@
+"""`kconv.json`: what a converted checkpoint is, where it came from, and the sha256 of every file beside it.
+
+| key | meaning |
+|---|---|
+| `source` | name or repository, revision, its config word for word, its index metadata, how many tensors |
+| `family`, `from`, `to`, `options`, `facts` | what was asked, and what the way back needs to know (root, A_log's form, ...) |
+| `plan_digest`, `grade`, `dropped` | the plan that made it, what it keeps, what was left out and why |
+| `files` | size and sha256 of every other file of the folder |
+| `versions` | kconv, torch, safetensors, Python |
+
+The file is written in one canonical form, so a changed byte in it is as visible as one in the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kconv.names import folded
+from kconv.plans import Plan
+
+FORMAT = 1
+
+
+def build(plan: Plan, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The manifest of a conversion, from its plan and the files it made."""
+    source, layouts = plan.source, plan.layouts
+    where = source.where if source.where.startswith("hf://") else Path(source.where).resolve().name
+    earlier = (source.manifest or {}).get("source")
+    origin = earlier if plan.backward and earlier else {
+        "name": where,
+        "revision": getattr(source.files, "revision", None),
+        "config": source.config,
+        "index_metadata": source.index_metadata,
+        "tensors": len(source.entries),
+    }  # fmt: skip
+    return {
+        "format": FORMAT,
+        "source": origin,
+        "family": layouts.family,
+        "from": layouts.source_layout,
+        "to": layouts.target_layout,
+        "options": plan.options,
+        "facts": layouts.facts,
+        "plan_digest": plan.digest,
+        "grade": str(plan.grade),
+        "tensors": len(plan.targets),
+        "dropped": [{"reason": d.reason, "count": len(d.names), "names": folded(d.names)} for d in layouts.drops],
+        "notes": layouts.notes,
+        "files": {name: dict(files[name]) for name in sorted(files)},
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the bytes."""
+    found = {"python": platform.python_version()}
+    for package in ("kconv", "torch", "safetensors"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def dump(manifest: Mapping[str, Any]) -> bytes:
+    """The canonical bytes of a manifest."""
+    return json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,53 @@
+"""Tensor names: exact templates with named indices, and folded lists of names for people.
+
+`Template("model.layers.{layer}.mlp.gate.weight").format(layer=3)` is a name. There are no regular expressions: an index
+ranges over a finite domain that the rule gives, so a template can only make names, never match one by accident.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Sequence
+
+
+def indices(template: str) -> tuple[str, ...]:
+    """The named indices of a template, in order: `("layer", "expert")`."""
+    return tuple(field for _, field, _, _ in string.Formatter().parse(template) if field)
+
+
+def fold(name: str) -> str:
+    """A name with every number between dots replaced by `*`: `layers.3.mlp` -> `layers.*.mlp`."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Integers as ranges: `[0, 1, 2, 5]` -> `0-2,5`."""
+    text: list[str] = []
+    ordered = sorted(set(numbers))
+    start = 0
+    for i in range(len(ordered)):
+        if i + 1 == len(ordered) or ordered[i + 1] != ordered[i] + 1:
+            text.append(str(ordered[i]) if i == start else f"{ordered[start]}-{ordered[i]}")
+            start = i + 1
+    return ",".join(text)
+
+
+def folded(names: Iterable[str], most: int = 12) -> list[str]:
+    """Names folded over their numbers, one line a pattern with the ranges seen and the count; at most `most` lines."""
+    groups: dict[str, list[list[int]]] = {}
+    counts: dict[str, int] = {}
+    for name in names:
+        key = fold(name)
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        seen = groups.setdefault(key, [[] for _ in numbers])
+        for column, number in zip(seen, numbers, strict=True):
+            column.append(number)
+        counts[key] = counts.get(key, 0) + 1
+    lines = []
+    for key, columns in groups.items():
+        text = key
+        for column in columns:
+            values = ranges(column)
+            text = text.replace("*", values if len(set(column)) == 1 else "{" + values + "}", 1)
+        lines.append(text if counts[key] == 1 else f"{text} ({counts[key]} tensors)")
+    return lines if len(lines) <= most else [*lines[:most], f"... and {len(lines) - most} more patterns"]

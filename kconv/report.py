@@ -1,0 +1,160 @@
+"""What people read: folded plan tables, sizes, and the progress line.
+
+A terminal gets a live bar; a pipe or a file gets a plain line at once and then every few seconds, without carriage
+returns.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kconv.names import ranges
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kconv.plans import Edge, Plan
+    from kconv.run import Progress
+
+PLAIN_EVERY = 5.0
+
+
+def human(nbytes: float) -> str:
+    """Bytes in decimal units: `1.56 TB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    m, s = divmod(int(seconds), 60)
+    h, m = divmod(m, 60)
+    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """One row a rule and kind of spec: tensors made, target template, spec, and where they come from and how."""
+    groups: dict[tuple, list[Edge]] = {}
+    for edge in plan.edges:
+        groups.setdefault((*_templates(plan, edge), edge.right, tuple(edge.lefts)), []).append(edge)
+    rows = []
+    for (source, target, *_), edges in groups.items():
+        layers = [e.binding["layer"] for e in edges if "layer" in e.binding]
+        specs = edges[0].right_full() if not plan.backward else [s for piece in edges[0].lefts for s in piece]
+        elements = len(edges[0].rule.domain) if plan.backward else 1
+        count = len(edges) * elements * len(specs)
+        rows.append((f"{count:,}", _filled(target, edges, layers), str(specs[0]), _how(plan, edges[0], source, target)))
+    return rows
+
+
+def _templates(plan: Plan, edge: Edge) -> tuple[str, str]:
+    left = " + ".join(name for piece in edge.rule.left for name in piece)
+    right = " + ".join(edge.rule.right)
+    return (right, left) if plan.backward else (left, right)
+
+
+def _filled(template: str, edges: list[Edge], layers: list[int]) -> str:
+    first = template.split(" + ")[0]
+    more = template.count(" + ")
+    text = first.replace("{layer}", "{" + ranges(layers) + "}" if len(layers) > 1 else str(layers[0]) if layers else "")
+    stack = edges[0].rule.stack
+    for name, values in {**edges[0].rule.over, **({stack[0]: stack[1]} if stack else {})}.items():
+        text = text.replace("{" + name + "}", "{" + ranges(values) + "}")
+    return text + (f" (+{more})" if more else "")
+
+
+def _how(plan: Plan, edge: Edge, source: str, target: str) -> str:
+    rule = edge.rule
+    steps = [] if type(rule.iso).__name__ == "Same" else [repr(rule.iso)]
+    if rule.stack:
+        steps.append(("split over " if plan.backward else "stack over ") + f"{len(rule.domain)} {rule.stack[0]}s")
+    if len(rule.left) > 1:
+        steps.append(("split into " if plan.backward else "join ") + f"{len(rule.left)} parts")
+    return ", ".join(steps) if steps else "same" if source.split(".")[-2:] == target.split(".")[-2:] else "same bytes"
+
+
+def print_plan(plan: Plan, console: Console, extra: dict[str, str]) -> None:
+    """The folded table, the totals, the notes."""
+    layouts = plan.layouts
+    rows = plan_rows(plan)
+    widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
+    console.print(f"{layouts.family}: {layouts.source_layout} -> {layouts.target_layout}, from {plan.source.where}", markup=False)
+    for count, target, spec, how in rows:
+        console.print(f"{count:>{widths[0]}}  {target:<{widths[1]}}  {spec:<{widths[2]}}  {how}", markup=False)
+    for drop in layouts.drops:
+        console.print(f"{len(drop.names):>{widths[0]},}  dropped: {drop.reason}", markup=False)
+    for note in layouts.notes:
+        console.print(f"note: {note}", markup=False)
+    totals = {
+        "source": f"{len(plan.source.entries):,} tensors, {human(plan.source.nbytes)}; {plan.claimed:,} claimed, {len(plan.dropped):,} dropped",
+        "target": f"{len(plan.targets):,} tensors, {human(plan.output_bytes)}",
+        "grade": str(plan.grade),
+        **extra,
+    }
+    for key, value in totals.items():
+        console.print(f"{key:>10}: {value}", markup=False)
+
+
+def rss() -> int:
+    """Resident memory of this process at its peak, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Meter:
+    """Shows the progress of a run on stderr; call it with `Progress`."""
+
+    def __init__(self, label: str, total_bytes: int, *, quiet: bool = False) -> None:
+        self._label, self._total, self._quiet = label, max(1, total_bytes), quiet
+        self._start = self._last = 0.0
+        self._update: Callable[[Progress], None] = lambda progress: None
+        self._bar = None
+
+    def __enter__(self) -> Meter:
+        self._start = time.monotonic()
+        if self._quiet:
+            return self
+        if sys.stderr.isatty():
+            self._begin_bar()
+        else:
+            self._plain(0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        if self._quiet:
+            return
+        if self._bar:
+            self._bar.update(self._task, completed=progress.bytes_out, memory=human(rss()))
+        elif time.monotonic() - self._last >= PLAIN_EVERY:
+            self._plain(progress.bytes_out)
+
+    def _begin_bar(self) -> None:
+        from rich import progress as p
+        from rich.console import Console
+
+        columns = (
+            p.TextColumn("{task.description}"), p.BarColumn(), p.DownloadColumn(), p.TransferSpeedColumn(),
+            p.TimeRemainingColumn(), p.TextColumn("{task.fields[memory]}"),
+        )  # fmt: skip
+        self._bar = p.Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
+        self._task = self._bar.add_task(self._label, total=self._total, memory="")
+        self._bar.start()
+
+    def _plain(self, done: int) -> None:
+        self._last = time.monotonic()
+        elapsed = self._last - self._start
+        rate = done / elapsed if elapsed > 0 else 0.0
+        eta = clock((self._total - done) / rate) if rate else "?"
+        line = f"{self._label}: {human(done)} of {human(self._total)}, {human(rate)}/s, {eta} left, memory {human(rss())}"
+        print(line, file=sys.stderr, flush=True)

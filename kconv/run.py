@@ -1,0 +1,205 @@
+"""Executing slabs: worker threads that each read, convert and write one slab at a time, in file order, within a budget.
+
+Memory is what the workers hold: one part's inputs and outputs each (a few MB, or one untileable tensor), whatever the
+size of the checkpoint. The first error stops every worker after its slab; an interrupt does the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kconv.errors import BadData, KconvError
+from kconv.files import Files
+from kconv.slabs import Part, Region, Slab
+from kconv.spec import BITS, torch_dtype
+from kconv.writer import slab_checksum
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+ALIGN = 64
+
+
+class Sink(Protocol):
+    """Where converted regions go: output files, or a comparison."""
+
+    def put(self, region: Region, data: np.ndarray) -> str:
+        """Take a region's bytes (uint8, 1-D); returns their digest."""
+        ...
+
+    def put_zeros(self, region: Region) -> str | None:
+        """Take a region known to be zero bytes, or None when the sink wants to see them."""
+        ...
+
+    def finished(self, slab: Slab) -> None:
+        """All regions of a slab were taken."""
+        ...
+
+
+@dataclass
+class Progress:
+    """What has been done so far; read by the reporter while workers add to it."""
+
+    slabs: int = 0
+    bytes_read: int = 0
+    bytes_out: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Arena:
+    """One worker's buffer, grown when needed and cut into aligned tensors; adjacent cuts stay adjacent when sizes align."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def cut(self, regions: list[Region]) -> list[Tensor]:
+        """A 1-D uint8 tensor for each region."""
+        import torch
+
+        starts, at = [], 0
+        for region in regions:
+            starts.append(at)
+            at += -(-region.spec.nbytes // ALIGN) * ALIGN
+        if self._buffer is None or self._buffer.numel() < at:
+            self._buffer = torch.empty(at, dtype=torch.uint8)
+        return [self._buffer[s : s + r.spec.nbytes] for s, r in zip(starts, regions, strict=True)]
+
+
+def shaped(data: Tensor, region: Region) -> Tensor:
+    """Bytes as a tensor of the region's spec (F4 stays bytes, its last dimension halved)."""
+    spec = region.spec
+    if spec.dtype == "F4":
+        return data.view(*spec.shape[:-1], spec.shape[-1] // 2)
+    return data.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def raw(tensor: Tensor) -> np.ndarray:
+    """A tensor's bytes, 1-D, without a copy where it is contiguous on the CPU."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+class Worker:
+    """Reads, converts and delivers parts; owns its buffers."""
+
+    def __init__(self, files: Files, sink: Sink, device: str, zero_memo: dict) -> None:
+        self.files, self.sink, self.device = files, sink, device
+        self._in, self._out = Arena(), Arena()
+        self._zero_memo = zero_memo
+
+    def slab(self, slab: Slab, progress: Progress) -> str:
+        """Do one slab; returns its checksum."""
+        digests: list[str] = []
+        for part in slab.parts:
+            digests += self.part(part)
+            with progress.lock:
+                progress.bytes_read += sum(r.spec.nbytes for r in part.reads)
+                progress.bytes_out += sum(w.spec.nbytes for w in part.writes)
+        self.sink.finished(slab)
+        return slab_checksum(digests)
+
+    def part(self, part: Part) -> list[str]:
+        """Do one part; returns the digests of what it wrote."""
+        if self._holes(part):
+            zeros = [self.sink.put_zeros(w) for w in part.writes]
+            if all(z is not None for z in zeros):
+                return zeros  # type: ignore[return-value]
+        data = self._in.cut(part.reads)
+        for region, buffer in zip(part.reads, data, strict=True):
+            self.files.read_into(region.file, region.offset, memoryview(buffer.numpy()))
+        return [self.sink.put(w, raw(t)) for w, t in zip(part.writes, self._convert(part, data), strict=True)]
+
+    def _convert(self, part: Part, data: list[Tensor]) -> list[Tensor]:
+        if part.iso.moves_bytes() and len(part.reads) == len(part.writes):
+            return data
+        ins = [shaped(d, r) for d, r in zip(data, part.reads, strict=True)]
+        outs = [shaped(d, w) for d, w in zip(self._out.cut(part.writes), part.writes, strict=True)]
+        if self.device != "cpu":
+            ins, outs = [t.to(self.device) for t in ins], None  # type: ignore[assignment]
+        try:
+            made = (part.iso.backward if part.backward else part.iso.forward)(ins, outs)
+        except BadData as e:
+            raise KconvError(located(e, part), hint=e.hint or "nothing looks finished; the source tensor itself is at fault") from e
+        for region, tensor in zip(part.writes, made, strict=True):
+            if tensor.nbytes != region.spec.nbytes or (region.spec.dtype in BITS and tuple(tensor.shape) != region.spec.shape):
+                raise AssertionError(f"{part.iso} made {tensor.dtype} {list(tensor.shape)} for {region.name} {region.spec}")
+        return made
+
+    def _holes(self, part: Part) -> bool:
+        """Whether all inputs are holes of sparse files and their conversion is zero bytes."""
+        is_hole = getattr(self.files, "is_hole", None)
+        if is_hole is None or not all(is_hole(r.file, r.offset, r.spec.nbytes) for r in part.reads):
+            return False
+        key = (part.iso, part.backward, tuple(r.spec for r in part.reads))
+        if key not in self._zero_memo:
+            data = self._in.cut(part.reads)
+            for d in data:
+                d.zero_()
+            self._zero_memo[key] = not any(raw(t).any() for t in self._convert(part, data))
+        return self._zero_memo[key]
+
+
+def located(error: BadData, part: Part) -> str:
+    """The message of bad data with tensor, file and position in the whole tensor."""
+    region = part.reads[error.operand]
+    position = list(error.position)
+    if position:
+        position[0] += region.first_row
+    return f"{region.name} in {region.file}, position {position}: {error.message}"
+
+
+def execute(
+    todo: Iterator[Slab],
+    files: Files,
+    sink: Sink,
+    *,
+    workers: int,
+    device: str = "cpu",
+    done: Callable[[Slab, str], None] = lambda slab, checksum: None,
+    tick: Callable[[Progress], None] = lambda progress: None,
+    interval: float = 0.25,
+) -> Progress:
+    """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling thread."""
+    import torch
+
+    progress, failures, stop = Progress(), [], threading.Event()
+    feed, zero_memo = threading.Lock(), {}
+
+    def work() -> None:
+        worker = Worker(files, sink, device, zero_memo)
+        try:
+            while not stop.is_set():
+                with feed:
+                    slab = next(todo, None)
+                if slab is None:
+                    return
+                done(slab, worker.slab(slab, progress))
+                with progress.lock:
+                    progress.slabs += 1
+        except BaseException as e:
+            failures.append(e)
+            stop.set()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    threads = [threading.Thread(target=work, name=f"kconv-{i}", daemon=True) for i in range(workers)]
+    try:
+        for thread in threads:
+            thread.start()
+        while any(t.is_alive() for t in threads):
+            threads[0].join(interval) if threads[0].is_alive() else time.sleep(min(interval, 0.02))
+            tick(progress)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        torch.set_num_threads(before)
+    if failures:
+        raise failures[0]
+    return progress

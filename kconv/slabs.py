@@ -1,0 +1,126 @@
+"""The unit of work: a slab is a run of parts that is read, converted and written in one go, about 32 MB of output.
+
+A part is some rows of one piece of one edge: regions to read, regions to write, and the iso between them. Parts follow
+the order of the output files, so every file is written nearly front to back. The numbering is a pure function of plan
+and layout, which is what lets a journal of finished slab numbers be resumed, and `--part I/N` split the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kconv.isos.base import Iso, Specs
+from kconv.plans import Edge, Plan
+from kconv.spec import Spec
+
+SLAB_BYTES = 32 << 20
+PART_BYTES = 4 << 20
+
+Place = Callable[[str], tuple[str, int]]
+
+
+@dataclass(slots=True)
+class Region:
+    """Consecutive bytes of a file that hold (rows of) one tensor."""
+
+    name: str
+    file: str
+    offset: int
+    spec: Spec
+    first_row: int = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """Regions to read, the iso and its direction, regions to write."""
+
+    iso: Iso
+    backward: bool
+    reads: list[Region]
+    writes: list[Region]
+
+    @property
+    def cost(self) -> int:
+        """The larger of bytes in and bytes out."""
+        return max(sum(r.spec.nbytes for r in self.reads), sum(w.spec.nbytes for w in self.writes))
+
+
+@dataclass(slots=True)
+class Slab:
+    """Parts done together; `number` counts from 0 in output order."""
+
+    number: int
+    parts: list[Part]
+
+
+def slabs(plan: Plan, place: Place) -> Iterator[Slab]:
+    """All slabs of a plan whose targets lie where `place` says."""
+    number, batch, size = 0, [], 0
+    for part in parts(plan, place):
+        batch.append(part)
+        size += part.cost
+        if size >= SLAB_BYTES:
+            yield Slab(number, batch)
+            number, batch, size = number + 1, [], 0
+    if batch:
+        yield Slab(number, batch)
+
+
+def parts(plan: Plan, place: Place) -> Iterator[Part]:
+    """Parts in the order of the output files."""
+    for edge in sorted(plan.edges, key=lambda e: place(_first_target(plan, e))):
+        yield from _edge_parts(plan, edge, place)
+
+
+def _first_target(plan: Plan, edge: Edge) -> str:
+    if plan.backward:
+        return edge.rule.left_names(edge.binding, edge.rule.domain[0])[0][0]
+    return edge.rule.right_names(edge.binding)[0]
+
+
+def _edge_parts(plan: Plan, edge: Edge, place: Place) -> Iterator[Part]:
+    def source(name: str) -> tuple[str, int]:
+        entry = plan.entry(name)
+        return entry.file, entry.start
+
+    find_left, find_right = (place, source) if plan.backward else (source, place)
+    right_names = edge.rule.right_names(edge.binding)
+    element = edge.right
+    bases = [find_right(name) for name in right_names]
+    for k, value in enumerate(edge.rule.domain):
+        offsets = [base + k * spec.nbytes for (_, base), spec in zip(bases, element, strict=True)]
+        rows_before = [0] * len(element)
+        for names, lefts, rights in zip(edge.rule.left_names(edge.binding, value), edge.lefts, edge.rights, strict=True):
+            left = [Region(n, *find_left(n), s) for n, s in zip(names, lefts, strict=True)]
+            right = [
+                Region(n, f, at, s, before)
+                for n, (f, _), at, s, before in zip(right_names, bases, offsets, rights, rows_before, strict=True)
+            ]
+            yield from _tiled(edge.rule.iso, plan.backward, left, right)
+            offsets = [at + s.nbytes for at, s in zip(offsets, rights, strict=True)]
+            rows_before = [b + (s.shape[0] if s.shape else 0) for b, s in zip(rows_before, rights, strict=True)]
+
+
+def _tiled(iso: Iso, backward: bool, left: list[Region], right: list[Region]) -> Iterator[Part]:
+    """One part, or several of about PART_BYTES where the iso's rows are independent."""
+    specs: tuple[Specs, Specs] = tuple(r.spec for r in left), tuple(r.spec for r in right)
+    tiles = iso.tiles(*specs)
+    whole = Part(iso, backward, *((right, left) if backward else (left, right)))
+    if tiles is None or whole.cost <= PART_BYTES:
+        yield whole
+        return
+    count = -(-right[0].spec.shape[0] // tiles.right[0])
+    step = max(1, count * PART_BYTES // whole.cost)
+    for at in range(0, count, step):
+        lefts = [_rows(r, at * n, (at + step) * n) for r, n in zip(left, tiles.left, strict=True)]
+        rights = [_rows(r, at * n, (at + step) * n) for r, n in zip(right, tiles.right, strict=True)]
+        yield Part(iso, backward, *((rights, lefts) if backward else (lefts, rights)))
+
+
+def _rows(region: Region, start: int, stop: int) -> Region:
+    spec = region.spec
+    start, stop = min(start, spec.shape[0]), min(stop, spec.shape[0])
+    return Region(
+        region.name, region.file, region.offset + start * spec.row_bytes, spec.rows(stop - start), region.first_row + start
+    )

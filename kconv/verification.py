@@ -1,0 +1,229 @@
+"""Proof that nothing was lost: the plan run backwards over the written files and compared bit for bit with the source.
+
+| checked | how |
+|---|---|
+| every source tensor that was claimed | the inverse of the plan, computed from the written files, against the source's bytes |
+| plans that have no exact inverse (no sidecar, a lossy cast) | the plan run forward again, against the written bytes |
+| every file of the folder | size and sha256 against the manifest, and the manifest against its own canonical form |
+| what the plan left out | named with its reason, and counted as dropped, not as missing |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kconv import manifest as manifests
+from kconv.conversion import default_workers, plan
+from kconv.errors import KconvError
+from kconv.files import Files
+from kconv.isos.base import Grade
+from kconv.names import folded
+from kconv.plans import Plan
+from kconv.report import Meter
+from kconv.run import execute
+from kconv.slabs import Part, Region, Slab, slabs
+from kconv.source import MANIFEST, Checkpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MOST_SHOWN = 50
+BLOCK = 16 << 20
+
+
+@dataclass
+class Difference:
+    """One tensor that is not what it should be."""
+
+    tensor: str
+    file: str
+    position: list[int]
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor} in {self.file}: byte {self.found} at {self.position}, {self.expected} in the source"
+
+
+@dataclass
+class CompareSink:
+    """A sink that holds converted regions against stored ones."""
+
+    files: Files
+    checkpoint: Checkpoint
+    differences: dict[str, Difference] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def place(self, name: str) -> tuple[str, int]:
+        """Where the stored tensor lies."""
+        entry = self.checkpoint.entries[name]
+        return entry.file, entry.start
+
+    def put(self, region: Region, data: np.ndarray) -> str:
+        import numpy as np
+
+        stored = np.empty(data.nbytes, np.uint8)
+        self.files.read_into(region.file, region.offset, memoryview(stored))
+        with self.lock:
+            self.seen.add(region.name)
+        if not np.array_equal(stored, data):
+            self._differ(region, data, stored, int(np.argmax(stored != data)))
+        return ""
+
+    def put_zeros(self, region: Region) -> str | None:
+        """A hole that makes zeros is equal to a hole; anything else is read."""
+        is_hole = getattr(self.files, "is_hole", None)
+        if is_hole is None or not is_hole(region.file, region.offset, region.spec.nbytes):
+            return None
+        with self.lock:
+            self.seen.add(region.name)
+        return ""
+
+    def finished(self, slab: Slab) -> None:
+        """Nothing to do."""
+
+    def _differ(self, region: Region, data: np.ndarray, stored: np.ndarray, at: int) -> None:
+        spec, element = region.spec, at * max(1, region.spec.numel) // max(1, region.spec.nbytes)
+        position: list[int] = []
+        for size in reversed(spec.shape):
+            position.insert(0, element % size)
+            element //= size
+        if position:
+            position[0] += region.first_row
+        with self.lock:
+            known = self.differences.get(region.name)
+            if known is None or position < known.position:
+                found, expected = f"0x{data[at]:02x}", f"0x{stored[at]:02x}"
+                self.differences[region.name] = Difference(region.name, region.file, position, expected, found)
+
+
+def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: int | None = None, seed: int = 0,
+           quiet: bool = True) -> dict[str, Any]:  # fmt: skip
+    """Compare a converted checkpoint with its source, bit for bit.
+
+    Args:
+        out: the converted folder.
+        source: what it was converted from.
+        sample: compare so many random slabs (about 32 MB each) instead of everything, and skip the weight files' sha256.
+
+    Returns `ok`, `compared`, `different`, `missing`, `extra`, `differences` (tensor, file, position), `files`, `dropped`.
+    """
+    result: dict[str, Any] = {"compared": 0, "different": 0, "missing": [], "extra": [], "differences": [], "files": []}
+    try:
+        made = open_checkpoint(out)
+    except KconvError as e:
+        if not (Path(out) / MANIFEST).exists():
+            raise
+        return result | {"ok": False, "files": [e.message]}
+    if not made.manifest:
+        raise KconvError(f"{out} has no {MANIFEST}", hint="verify needs a folder that `kconv convert` made")
+    forward = _same_plan(made, source)
+    result["files"] = check_files(made, weights=sample is None)
+    changed = forward.digest != made.manifest["plan_digest"]
+    if changed:
+        result["files"].append("the source's tensors or the options are not those of the manifest: its plan digest differs")
+    exact = forward.grade <= Grade.EXACT_WITH_SIDECAR
+    checked = inverse(forward, made) if exact else forward
+    against = forward.source if exact else made
+    result |= _compare(checked, against, sample, workers or default_workers(), seed, quiet)
+    result["direction"] = "backward" if exact else "forward"
+    result["dropped"] = [f"{len(d.names)} tensors: {d.reason}" for d in forward.layouts.drops]
+    result["ok"] = not (result["different"] or result["missing"] or result["extra"] or result["files"])
+    return result
+
+
+def inverse(forward: Plan, made: Checkpoint) -> Plan:
+    """The same rules over the written files, in the other direction."""
+    layouts = replace(
+        forward.layouts, backward=not forward.backward, drops=[], problems=[],
+        source_layout=forward.layouts.target_layout, target_layout=forward.layouts.source_layout,
+    )  # fmt: skip
+    return Plan(made, layouts, forward.options)
+
+
+def _same_plan(made: Checkpoint, source: Any) -> Plan:
+    assert made.manifest is not None
+    if source is None:
+        raise KconvError("verify needs the source", hint="--source SOURCE: the folder or hf:// address it was converted from")
+    options = {**made.manifest["options"]}
+    if "layers" in options:
+        options["layers"] = tuple(options["layers"])
+    return plan(source, options.pop("to"), **options).check()
+
+
+def _compare(checked: Plan, against: Checkpoint, sample: int | None, workers: int, seed: int, quiet: bool) -> dict[str, Any]:
+    sink = CompareSink(against.files, against)
+    missing = list(checked.findings.missing) + [n for n in checked.targets if n not in against.entries]
+    wrong = [n for n, t in checked.targets.items() if n in against.entries and against.entries[n].spec != t.spec]
+    usable = {n for n in checked.targets if n in against.entries and n not in set(wrong)}
+    with Meter("verify", sum(checked.targets[n].spec.nbytes for n in usable), quiet=quiet) as meter:
+        execute(_chosen(checked, sink, usable, sample, seed), checked.source.files, sink, workers=workers, tick=meter)
+    shown = [str(d) for d in sink.differences.values()][:MOST_SHOWN]
+    shown += [f"{n} is {checked.targets[n].spec}, {against.entries[n].spec} in {against.where}" for n in wrong][:MOST_SHOWN]
+    shown += checked.findings.other
+    return {
+        "compared": len(sink.seen),
+        "different": len(sink.differences) + len(wrong),
+        "missing": missing,
+        "extra": list(checked.findings.unclaimed),
+        "differences": shown,
+    }
+
+
+def _chosen(checked: Plan, sink: CompareSink, usable: set[str], sample: int | None, seed: int) -> Iterator[Slab]:
+    """The slabs to compare, without the parts whose counterpart is missing."""
+
+    def place(name: str) -> tuple[str, int]:
+        return sink.place(name) if name in usable else ("", 0)
+
+    every = slabs(checked, place)
+    if sample is not None:
+        numbers = [s.number for s in slabs(checked, place)]
+        chosen = set(random.Random(seed).sample(numbers, min(sample, len(numbers))))
+        every = (s for s in every if s.number in chosen)
+    for slab in every:
+        yield Slab(slab.number, [p for p in slab.parts if _usable(p, usable)])
+
+
+def _usable(part: Part, usable: set[str]) -> bool:
+    return all(w.name in usable for w in part.writes)
+
+
+def check_files(made: Checkpoint, *, weights: bool) -> list[str]:
+    """What is wrong with the files of a converted folder, by its manifest's sizes and sha256."""
+    assert made.manifest is not None
+    problems = []
+    raw = made.files.read(MANIFEST)
+    if raw != manifests.dump(made.manifest):
+        problems.append(f"{MANIFEST} is not as kconv wrote it")
+    present = set(made.files.names())
+    for name, known in made.manifest["files"].items():
+        if name not in present:
+            problems.append(f"{name} is missing")
+        elif made.files.size(name) != known["size"]:
+            problems.append(f"{name} has {made.files.size(name):,} bytes, {known['size']:,} by the manifest")
+        elif "sha256" in known and (weights or not name.endswith(".safetensors")) and sha256(made.files, name) != known["sha256"]:
+            problems.append(f"{name} has another sha256 than the manifest")
+    return problems
+
+
+def sha256(files: Files, name: str) -> str:
+    """sha256 of a file, read in blocks."""
+    digest, size = hashlib.sha256(), files.size(name)
+    for at in range(0, size, BLOCK):
+        digest.update(files.read(name, at, min(BLOCK, size - at)))
+    return digest.hexdigest()
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """What a person reads of a result, worst first."""
+    text = [f"{name} is missing" for name in folded(result["missing"])]
+    text += [f"{name} is not in the source" for name in folded(result["extra"])]
+    return result["differences"] + text + result["files"]

@@ -1,0 +1,167 @@
+"""Writing: pre-sized output files under a temporary name, slabs landing by `pwrite`, one rename at the end.
+
+| moment | what is on disk |
+|---|---|
+| prepare | `.OUT.partial/` with every file at its full size and header, and the journal |
+| while running | slabs in any order; zero bytes are not written, the file is a hole there |
+| finish | all files synced, side files, index, manifest; then `.OUT.partial` is renamed to OUT |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from kconv.files import Descriptors, pread_full
+from kconv.hashing import TrailingHash
+from kconv.layout import OutFile
+from kconv.slabs import Region, Slab
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SYNC_FILE_RANGE_WRITE = 2
+OPEN_FILES = 32
+_libc = ctypes.CDLL(None, use_errno=True)
+ZEROS: dict[int, str] = {}
+
+
+def partial_path(out: Path) -> Path:
+    """Where an unfinished conversion to `out` lives."""
+    return out.parent / f".{out.name}.partial"
+
+
+def digest_of(data: np.ndarray) -> str:
+    """xxh3-64 of bytes, in hex."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def zero_digest(nbytes: int) -> str:
+    """`digest_of` so many zero bytes."""
+    if nbytes not in ZEROS:
+        h, block = xxhash.xxh3_64(), bytes(min(nbytes, 1 << 20))
+        for at in range(0, nbytes, 1 << 20):
+            h.update(block[: nbytes - at])
+        ZEROS[nbytes] = h.hexdigest()
+    return ZEROS[nbytes]
+
+
+def slab_checksum(digests: Iterable[str]) -> str:
+    """One checksum of a slab from the digests of its written regions, in order."""
+    return xxhash.xxh3_64_hexdigest("".join(digests).encode())
+
+
+class FileSink:
+    """Output files in a folder, written by any number of threads."""
+
+    def __init__(self, folder: Path, files: list[OutFile], *, hashes: bool = True) -> None:
+        self.folder = folder
+        self.files = {f.name: f for f in files}
+        self.fresh = True
+        self.bytes_written = 0
+        self._fds = Descriptors(lambda name: os.open(folder / name, os.O_RDWR), OPEN_FILES)
+        self._dirty: set[str] = set()
+        self._places = {n: (f.name, at) for f in files for n, at in f.starts.items()}
+        self.hashes = {f.name: TrailingHash(self._fds, f.name, f.size, len(f.header)) for f in files} if hashes else {}
+
+    def prepare(self) -> None:
+        """Create every file at its full size with its header; files that already are so are kept."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for f in self.files.values():
+            path = self.folder / f.name
+            if path.exists() and path.stat().st_size == f.size:
+                self.fresh = False
+                continue
+            with open(path, "wb") as handle:
+                handle.write(f.header)
+                handle.truncate(f.size)
+
+    def place(self, name: str) -> tuple[str, int]:
+        """File and absolute offset of a target tensor."""
+        return self._places[name]
+
+    def put(self, region: Region, data: np.ndarray) -> str:
+        """Write a region's bytes (uint8, 1-D) and return their digest."""
+        if self.fresh and not data[:4096].any() and not data.any():
+            return self.put_zeros(region)
+        self._dirty.add(region.file)
+        with self._fds.use(region.file) as fd:
+            view, at = memoryview(data), region.offset
+            while view:
+                done = os.pwrite(fd, view, at)
+                view, at = view[done:], at + done
+            _libc.sync_file_range(fd, ctypes.c_int64(region.offset), ctypes.c_int64(data.nbytes), SYNC_FILE_RANGE_WRITE)
+        self.bytes_written += data.nbytes
+        return digest_of(data)
+
+    def put_zeros(self, region: Region) -> str:
+        """A region of zero bytes: nothing to write in a fresh file."""
+        return zero_digest(region.spec.nbytes)
+
+    def finished(self, slab: Slab) -> None:
+        """Tell the hashes that a slab's regions hold their final bytes."""
+        touched = set()
+        for part in slab.parts:
+            for region in part.writes:
+                if self.hashes:
+                    self.hashes[region.file].written(region.offset, region.spec.nbytes)
+                    touched.add(region.file)
+        for name in touched:
+            self.hashes[name].advance()
+
+    def reread(self, region: Region) -> str:
+        """Digest of what a region holds on disk."""
+        import numpy as np
+
+        data = np.empty(region.spec.nbytes, np.uint8)
+        with self._fds.use(region.file) as fd:
+            pread_full(fd, memoryview(data), region.offset, self.folder / region.file)
+        return digest_of(data)
+
+    def sync(self) -> None:
+        """fdatasync of every file written since the last call."""
+        dirty, self._dirty = self._dirty, set()
+        for name in dirty:
+            with self._fds.use(name) as fd:
+                os.fdatasync(fd)
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        self._fds.close()
+
+
+def sync_folder(path: Path) -> None:
+    """fsync a folder, so that names in it survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file and sync it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def publish(partial: Path, out: Path, *, overwrite: bool) -> None:
+    """Rename a finished partial folder to OUT; an old OUT is moved aside first and removed last."""
+    old = None
+    if overwrite and out.exists():
+        old = out.parent / f".{out.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(out, old)
+    os.rename(partial, out)
+    sync_folder(out.parent)
+    if old:
+        shutil.rmtree(old)
