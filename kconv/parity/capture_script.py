@@ -26,6 +26,7 @@ import functools
 import hashlib
 import importlib.machinery
 import inspect
+import itertools
 import json
 import os
 import re
@@ -215,7 +216,7 @@ def kda(
     q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any,
     lower_bound: Any = None, cu_seqlens: Any = None, initial_state: Any = None, **flags: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """The gated delta rule token by token; q, k, v, g [B, T, H, D]. Gate, l2 norm and the sigmoid of beta are inside."""
+    """The gated delta rule token by token over q, k, v, g [B, T, H, D]; gate, l2 norm and beta's sigmoid are inside."""
     inside = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
     if initial_state is not None or not all(flags.get(f) for f in inside):
         raise Refused("the plain operators do not cover the way this code calls KDA; use --operators fla", 3)
@@ -226,7 +227,7 @@ def kda(
     query, key, value, step = unit[0] * width**-0.5, unit[1], v.float(), beta.float().sigmoid().unsqueeze(-1)
     ends = cu_seqlens.tolist() if cu_seqlens is not None else [0, q.shape[1]]
     out = torch.empty_like(value)
-    for start, end in zip(ends[:-1], ends[1:], strict=True):
+    for start, end in itertools.pairwise(ends):
         state = query.new_zeros(*query.shape[:1], heads, width, value.shape[-1])
         for t in range(start, end):
             state = state * decay[:, t].unsqueeze(-1)
@@ -246,7 +247,7 @@ class ShortConvolution(nn.Conv1d):
     def forward(self, x: Any, cache: Any = None, cu_seqlens: Any = None, **_: Any) -> tuple[Any, None]:  # type: ignore[override]
         """[B, T, channels] -> the same shape, and no state."""
         ends = cu_seqlens.tolist() if cu_seqlens is not None else [0, x.shape[1]]
-        parts = [x[:, s:e].float().transpose(1, 2) for s, e in zip(ends[:-1], ends[1:], strict=True)]
+        parts = [x[:, s:e].float().transpose(1, 2) for s, e in itertools.pairwise(ends)]
         past, weight = self.kernel_size[0] - 1, self.weight.float()
         y = torch.cat([F.conv1d(F.pad(p, (past, 0)), weight, groups=self.groups) for p in parts], -1).transpose(1, 2)
         return (F.silu(y) if self.activation else y).to(x.dtype), None
@@ -272,7 +273,7 @@ def _lengths(mask: torch.Tensor) -> torch.Tensor:
 
 
 class Operators:
-    """Where fla's operators come from: `torch` (above: any device and dtype) or `fla` (kernels; interpreted on a CPU)."""
+    """Where fla's operators come from: `torch` (above; any device, any dtype) or `fla` (interpreted on a CPU)."""
 
     NAMES: ClassVar[dict[str, dict[str, Any]]] = {
         "fla": {}, "fla.ops": {}, "fla.ops.utils": {}, "fla.utils": {"tensor_cache": lambda f: f},
@@ -305,7 +306,7 @@ class Operators:
 
     @staticmethod
     def patch(kind: str, device: str, module: types.ModuleType) -> None:
-        """After the reference is imported: its chunked kernel cannot be interpreted, the recurrent one computes the same."""
+        """After the reference is imported: the chunked kernel cannot be interpreted, the recurrent one can."""
         if kind == "fla" and device == "cpu" and hasattr(module, "chunk_kda"):
             recurrent = module.fused_recurrent_kda
             module.chunk_kda = lambda safe_gate=None, **kw: recurrent(**kw)  # type: ignore[attr-defined]
@@ -315,7 +316,7 @@ class Operators:
 
 
 class Widen(TorchFunctionMode):
-    """Inside, every request for float32 is one for float64: code that widens to fp32 then computes in float64 throughout."""
+    """Inside, every request for float32 is one for float64: code that widens to fp32 computes in float64 throughout."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace `.float()` and every float32 argument."""
@@ -369,7 +370,7 @@ def read_config(ref: Path) -> dict[str, Any]:
 
 
 def remote_class(args: argparse.Namespace, work: Path) -> tuple[Any, Any, str, tuple[str, ...]]:
-    """(class, config, prefix of its names in the checkpoint, prefixes to leave out) of a reference that brings its own code."""
+    """(class, config, prefix of its names, prefixes to leave out) of a reference that brings its own code."""
     config = read_config(args.ref)
     code = args.code or args.ref
     by_itself = (config.get("auto_map", {}).get("AutoModelForCausalLM"), "", ())
@@ -455,7 +456,7 @@ def load_remote(args: argparse.Namespace, dtype: torch.dtype, work: Path) -> nn.
 
 
 def _exact_constants(model: nn.Module, config: Any) -> None:
-    """Constants that are computed when a model is built (rotary frequencies) anew in float64: loading made them in fp32."""
+    """Constants computed when a model is built (rotary frequencies), anew in float64: loading made them in fp32."""
     with precision(torch.float64):
         fresh = type(model)(config)
     held = model.state_dict()
@@ -514,7 +515,7 @@ def _padded(rows: list[list[int]], vocab: int, seed: int) -> tuple[torch.Tensor,
 
 
 def inputs(args: argparse.Namespace, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(input_ids, attention_mask) from --ids (JSON rows, or safetensors), --text (one prompt a paragraph), or a seed."""
+    """(input_ids, attention_mask) from --ids (JSON rows or safetensors), --text (a prompt a paragraph), or a seed."""
     if args.ids and args.ids.suffix == ".safetensors":
         from safetensors.torch import load_file
 
