@@ -6,10 +6,11 @@ returns.
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,10 @@ from kconv.names import ranges
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kconv.isos.base import Iso
     from kconv.plans import Edge, Plan
     from kconv.run import Progress
+    from kconv.spec import Spec
 
 PLAIN_EVERY = 5.0
 
@@ -40,45 +43,65 @@ def clock(seconds: float) -> str:
     return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
 
 
+def few(numbers: Sequence[int]) -> str:
+    """Ranges of integers, the middle left out when there are many: `0-2,4-6,..,88-90`."""
+    parts = ranges(numbers).split(",")
+    return ",".join(parts if len(parts) <= 4 else [*parts[:2], "..", parts[-1]])
+
+
 def plan_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     """One row a rule and kind of spec: tensors made, target template, spec, and where they come from and how."""
     groups: dict[tuple, list[Edge]] = {}
     for edge in plan.edges:
-        groups.setdefault((*_templates(plan, edge), edge.right, tuple(edge.lefts)), []).append(edge)
+        key = (*_templates(plan, edge), edge.right, tuple(edge.lefts))
+        groups.setdefault(key, []).append(edge)
     rows = []
     for (source, target, *_), edges in groups.items():
-        layers = [e.binding["layer"] for e in edges if "layer" in e.binding]
-        specs = edges[0].right_full() if not plan.backward else [s for piece in edges[0].lefts for s in piece]
-        elements = len(edges[0].rule.domain) if plan.backward else 1
-        count = len(edges) * elements * len(specs)
-        rows.append((f"{count:,}", _filled(target, edges, layers), str(specs[0]), _how(plan, edges[0], source, target)))
+        for name, spec, count in _outputs(plan, edges, target):
+            rows.append((f"{count:,}", _filled(name, edges), str(spec), _how(plan, edges[0], source, target)))
     return rows
 
 
-def _templates(plan: Plan, edge: Edge) -> tuple[str, str]:
-    left = " + ".join(name for piece in edge.rule.left for name in piece)
-    right = " + ".join(edge.rule.right)
-    return (right, left) if plan.backward else (left, right)
+def _templates(plan: Plan, edge: Edge) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    left = tuple(name for piece in edge.rule.left for name in piece)
+    return (edge.rule.right, left) if plan.backward else (left, edge.rule.right)
 
 
-def _filled(template: str, edges: list[Edge], layers: list[int]) -> str:
-    first = template.split(" + ")[0]
-    more = template.count(" + ")
-    text = first.replace("{layer}", "{" + ranges(layers) + "}" if len(layers) > 1 else str(layers[0]) if layers else "")
-    stack = edges[0].rule.stack
-    for name, values in {**edges[0].rule.over, **({stack[0]: stack[1]} if stack else {})}.items():
-        text = text.replace("{" + name + "}", "{" + ranges(values) + "}")
-    return text + (f" (+{more})" if more else "")
+def _outputs(plan: Plan, edges: list[Edge], target: tuple[str, ...]) -> list[tuple[str, Spec, int]]:
+    """Each target template of a group of edges, with its spec and how many tensors it makes."""
+    if plan.backward:
+        specs = [s for piece in edges[0].lefts for s in piece]
+        return [(n, s, len(edges) * len(edges[0].rule.domain)) for n, s in zip(target, specs, strict=True)]
+    return [(n, s, len(edges)) for n, s in zip(target, edges[0].right_full(), strict=True)]
 
 
-def _how(plan: Plan, edge: Edge, source: str, target: str) -> str:
+def _filled(template: str, edges: list[Edge]) -> str:
+    """A template with the ranges of its indices."""
+    rule = edges[0].rule
+    domains = dict(rule.over) | (dict([rule.stack]) if rule.stack else {})
+    for name in domains:
+        seen = {e.binding[name] for e in edges} if name in edges[0].binding else set(domains[name])
+        text = few(sorted(seen))
+        template = template.replace("{" + name + "}", text if len(seen) == 1 else "{" + text + "}")
+    return template
+
+
+def _how(plan: Plan, edge: Edge, source: tuple[str, ...], target: tuple[str, ...]) -> str:
     rule = edge.rule
-    steps = [] if type(rule.iso).__name__ == "Same" else [repr(rule.iso)]
+    steps = [] if type(rule.iso).__name__ == "Same" else [brief(rule.iso)]
     if rule.stack:
         steps.append(("split over " if plan.backward else "stack over ") + f"{len(rule.domain)} {rule.stack[0]}s")
     if len(rule.left) > 1:
         steps.append(("split into " if plan.backward else "join ") + f"{len(rule.left)} parts")
-    return ", ".join(steps) if steps else "same" if source.split(".")[-2:] == target.split(".")[-2:] else "same bytes"
+    if steps:
+        return ", ".join(steps)
+    return "same" if source[0].split("layer}")[-1] == target[0].split("layer}")[-1] else "renamed"
+
+
+def brief(iso: Iso) -> str:
+    """An iso with the arguments that are not its defaults: `Mxfp4(BF16)`."""
+    shown = [getattr(iso, f.name) for f in dataclasses.fields(iso) if f.default != getattr(iso, f.name) or f.name == "dtype"]  # type: ignore[arg-type]
+    return f"{type(iso).__name__}({', '.join(map(str, shown))})"
 
 
 def print_plan(plan: Plan, console: Console, extra: dict[str, str]) -> None:

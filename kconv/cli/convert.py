@@ -1,0 +1,43 @@
+"""`kconv convert`: execute a plan into a new folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.console import Console
+
+from kconv.cli.common import Outcome, command
+from kconv.cli.options import GRADES, Size, conversion_options
+
+
+@command(epilog="Example:  kconv convert moonshotai/Kimi-K3 out/ --experts packed --vision drop")
+@click.argument("source")
+@click.argument("out", type=click.Path(file_okay=False))
+@conversion_options
+@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Tensor bytes a file holds at most.")
+@click.option("--workers", type=click.IntRange(1), help="Threads; the machine's cores by default.")
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where formats are decoded.")
+@click.option("--resume", is_flag=True, help="Go on with what an interrupted run left.")
+@click.option("--overwrite", is_flag=True, help="Replace a folder that kconv made.")
+@click.option("--require", type=click.Choice(GRADES), help="Refuse a plan of a worse grade.")
+@click.option("--no-hashes", "hashes", is_flag=True, flag_value=False, default=True, help="Leave the weights' sha256 out.")
+def command(source: str, out: str, **options: Any) -> Outcome:
+    """Convert SOURCE into the new folder OUT; the folder appears only when it is complete."""
+    from kconv.conversion import convert
+    from kconv.report import clock, human
+
+    data = convert(source, out, quiet=False, **options)
+
+    def show(console: Console) -> None:
+        rate = human(data["bytes_written"] / max(data["seconds"], 1e-9))
+        console.print(
+            f"{out}: {data['target_tensors']:,} tensors, {human(data['output_bytes'])} in {clock(data['seconds'])} ({rate}/s), "
+            f"grade {data['grade']}",
+            markup=False,
+        )
+        for note in data["notes"]:
+            console.print(f"note: {note}", markup=False)
+        console.print(f"verify: kconv verify {out} --source {source}", markup=False)
+
+    return Outcome(data, show=show)

@@ -1,0 +1,59 @@
+"""What a checkpoint is, on one screen: family, layout, dtypes with counts and bytes, oddities, and what it converts to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kconv.adapters import TARGETS, adapter_for
+from kconv.conversion import plan
+from kconv.errors import KconvError
+from kconv.source import Checkpoint, open_checkpoint
+
+
+def inspect(source: Any) -> dict[str, Any]:
+    """Describe a checkpoint from its headers and config; an unknown family is described as far as its headers go."""
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for entry in checkpoint.entries.values():
+        counts[entry.spec.dtype] += 1
+        sizes[entry.spec.dtype] += entry.spec.nbytes
+    try:
+        family = adapter_for(checkpoint).describe(checkpoint)
+    except KconvError as e:
+        family = {"family": "unknown", "problems": [e.message]}
+    return {
+        "source": checkpoint.where,
+        "tensors": len(checkpoint.entries),
+        "bytes": sum(sizes.values()),
+        "shards": len(checkpoint.shards),
+        "dtypes": {dtype: {"tensors": counts[dtype], "bytes": sizes[dtype]} for dtype in sorted(counts)},
+        "quantization": quantization_blocks(checkpoint.config),
+        "other_files": checkpoint.other_files(),
+        **family,
+        "converts_to": _targets(checkpoint) if family.get("family") != "unknown" else {},
+    }
+
+
+def quantization_blocks(config: dict[str, Any]) -> dict[str, str]:
+    """Where the config has quantisation blocks, and what they name."""
+    found = {}
+    for where, holder in (("top level", config), ("text_config", config.get("text_config") or {})):
+        block = holder.get("quantization_config")
+        if isinstance(block, dict):
+            found[where] = " ".join(str(block[k]) for k in ("quant_method", "format", "quant_algo") if block.get(k))
+    return found
+
+
+def _targets(checkpoint: Checkpoint) -> dict[str, str]:
+    """Target -> the grade of its default plan, or why there is none."""
+    found = {}
+    for target in TARGETS:
+        try:
+            made = plan(checkpoint, target)
+            problems = made.findings.lines()
+            found[target] = str(made.grade) if not problems else f"not as it is: {problems[0]}"
+        except KconvError as e:
+            found[target] = f"not as it is: {e.message}"
+    return found
