@@ -21,7 +21,7 @@ from typing import Any
 from kconv.adapters import Options
 from kconv.adapters.k3_config import cut_layers, hf_text_config, native_config
 from kconv.adapters.k3_experts import expert_rules
-from kconv.adapters.k3_layout import K3Layout, Row
+from kconv.adapters.k3_layout import Row
 from kconv.adapters.k3_source import K3Source, Side, read_source
 from kconv.errors import KconvError
 from kconv.isos.base import Iso, Same
@@ -33,6 +33,7 @@ from kconv.source import Checkpoint
 from kconv.spec import FLOATS, Spec, dtype_name
 
 NATIVE = Side("native", "model.", "")
+MODEL = "kconv.modeling.model:KimiK3ForCausalLM"
 TEXT = Side("hf-text", "model.", "")
 
 
@@ -56,6 +57,7 @@ def layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
         facts=source.facts,
         notes=source.notes,
         problems=source.problems,
+        model=MODEL,
     )
 
 
@@ -157,7 +159,3 @@ def _config(source: K3Source, options: Options, experts_format: str) -> dict[str
     counts = {i: n for i, (n, _) in source.experts.items()}
     return native_config(text, experts_format=experts_format, counts=counts, layers=text["num_hidden_layers"])
 
-
-def shape_of(layout: K3Layout, row: Row) -> tuple[int, ...]:
-    """The native shape of a row under a layout."""
-    return layout.shape(row.shape)

@@ -64,7 +64,8 @@ def native_config(text: Config, *, experts_format: str, counts: dict[int, int], 
     """The config of a native checkpoint: what computes, nothing else."""
     drop = GENERATION_DEFAULTS | {"quantization_config", "auto_map", "architectures", "model_type"}
     lifted = {k: copy.deepcopy(v) for k, v in text.items() if k not in drop}
-    lifted |= {"model_type": "kimi_k3_text", "architectures": ["KimiK3ForCausalLM"], "experts_format": experts_format}
+    lifted |= {"model_type": "kimi_k3_text", "architectures": ["KimiK3ForCausalLM"]}
+    lifted["experts_format"] = "packed" if experts_format == "packed" else "bf16"
     if counts and len(set(counts.values())) > 1:
         lifted["num_experts_per_layer"] = [counts.get(i, 0) for i in range(layers)]
     return lifted

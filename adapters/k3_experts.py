@@ -69,7 +69,11 @@ class _Group:
                     hint="convert it with --to native --experts bf16 first, then with --to hf",
                 )
             return "packed"
-        return asked or ("packed" if was_packed else "plain")
+        asked = asked or ("packed" if was_packed else "plain")
+        if asked != "packed":
+            names = [self._names(self.source.side, part, True)[1].format_map({"layer": i}) for i in self.layers for part in STACKED]
+            self.source.surplus_sidecar += [n for n in names if n in self.source.checkpoint.entries]
+        return asked
 
     def _plain_dtype(self) -> str:
         name = next((n for n in self._stored_names() if n in self.source.checkpoint.entries), None)
@@ -114,6 +118,8 @@ class _Group:
         rights = self._names(self.right, right, self.packed_right)
         expects = [self._expect(p) for (p,) in parts]
         if self.packed_left == self.packed_right:
+            if not self.packed_left and self.left.name == self.right.name == "native":
+                yield from self._carried(right, over)
             for i, name in enumerate(rights):
                 pieces = tuple((left[i],) for left in lefts)
                 yield Rule(pieces, (name,), self._move(), over, stack, tuple((e[i],) for e in expects))
@@ -124,6 +130,16 @@ class _Group:
             rights = [rights[0], self._names(self.right, right, True)[1]]
         iso = Mxfp4(dtype=self.dtype, sidecar=sidecar)
         yield Rule(names, tuple(rights), iso, over, stack, tuple(tuple(e) for e in expects), ("model", "sidecar")[: len(rights)])
+
+    def _carried(self, part: str, over: dict) -> Iterator[Rule]:
+        """A decoded native checkpoint's own sidecar goes along, or is left out by name."""
+        name = self._names(self.right, part, True)[1]
+        if name.format_map({"layer": self.layers[0]}) not in self.source.checkpoint.entries:
+            return
+        if self.options.sidecar:
+            yield Rule(((name,),), (name,), Same(), over, group=("sidecar",))
+        else:
+            self.source.surplus_sidecar += [name.format_map({"layer": i}) for i in self.layers]
 
     def _move(self) -> Iso:
         wanted = DTYPES.get(self.options.experts or "")

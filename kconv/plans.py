@@ -21,7 +21,7 @@ from typing import Any
 
 from kconv.errors import Problems
 from kconv.isos.base import Grade, Iso, SpecError, Specs
-from kconv.names import folded, indices
+from kconv.names import folded
 from kconv.rules import Binding, Drop, Rule, concat_specs
 from kconv.source import Checkpoint, Entry
 from kconv.spec import Spec
@@ -92,6 +92,7 @@ class Layouts:
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    model: str = ""
 
 
 class Plan:
@@ -290,7 +291,3 @@ class Plan:
 
         return plan_rows(self)
 
-
-def needs_layer(rule: Rule) -> bool:
-    """Whether a rule's names depend on the layer."""
-    return any("layer" in indices(n) for piece in rule.left for n in piece)

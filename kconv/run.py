@@ -78,6 +78,11 @@ def shaped(data: Tensor, region: Region) -> Tensor:
     return data.view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
+def _typed(tensor: Tensor, region: Region) -> Tensor:
+    """A converted tensor, or moved bytes, in the region's dtype and shape."""
+    return tensor if tensor.dtype == torch_dtype(region.spec.dtype) else shaped(tensor, region)
+
+
 def raw(tensor: Tensor) -> np.ndarray:
     """A tensor's bytes, 1-D, without a copy where it is contiguous on the CPU."""
     import torch
@@ -113,7 +118,9 @@ class Worker:
         data = self._in.cut(part.reads)
         for region, buffer in zip(part.reads, data, strict=True):
             self.files.read_into(region.file, region.offset, memoryview(buffer.numpy()))
-        return [self.sink.put(w, raw(t)) for w, t in zip(part.writes, self._convert(part, data), strict=True)]
+        put_tensor = getattr(self.sink, "put_tensor", None)
+        made = zip(part.writes, self._convert(part, data), strict=True)
+        return [put_tensor(w, _typed(t, w)) if put_tensor else self.sink.put(w, raw(t)) for w, t in made]
 
     def _convert(self, part: Part, data: list[Tensor]) -> list[Tensor]:
         if part.iso.moves_bytes() and len(part.reads) == len(part.writes):
