@@ -91,8 +91,9 @@ class KDACacheLayer(CacheLayer):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, at most those of the latest forward pass."""
-        if tokens_to_remove <= 0:
+        """Take back the last tokens, at most those of the latest forward pass; Transformers passes their number negated."""
+        tokens_to_remove = abs(tokens_to_remove)
+        if tokens_to_remove == 0:
             self._last = None
             return
         tokens, replay = self._last or (0, None)
@@ -119,8 +120,8 @@ class MLACacheLayer(CacheLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens."""
-        if tokens_to_remove > 0:
-            self._each(lambda t: t[:, : t.shape[1] - tokens_to_remove])
+        if tokens_to_remove:
+            self._each(lambda t: t[:, : t.shape[1] - abs(tokens_to_remove)])
 
 
 class KimiK3Cache(Cache):
@@ -146,7 +147,7 @@ class KimiK3Cache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens in every layer."""
         super().crop(tokens_to_remove)
-        self.tokens -= max(tokens_to_remove, 0)
+        self.tokens -= abs(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""
