@@ -5,8 +5,8 @@
 | KDA | `conv` [B, 3, W - 1, H * D], `state` [B, H, K, V] in at least fp32 | no |
 | MLA | `latent` [B, tokens, kv_lora_rank + shared key dims] (K3: 576 numbers a token) | yes |
 
-`crop(n)` takes back the last n tokens, as speculative decoding needs: MLA forgets them; a KDA state cannot be undone, so with
-`activate_past_recording()` the inputs of the latest forward pass are kept and replayed up to the tokens that remain.
+`crop(-n)` takes back the last n tokens, as speculative decoding needs. MLA forgets them. A KDA state cannot be undone:
+after `activate_past_recording()` the inputs of each forward pass are kept, and replayed up to the tokens that remain.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kconv.errors import KconvError
 from kconv.modeling.config import KimiK3TextConfig
 
 States = tuple[torch.Tensor | None, torch.Tensor | None]
+Replay = Callable[[int], States]
 
 
 class CacheLayer:
@@ -69,42 +70,48 @@ class KDACacheLayer(CacheLayer):
     conv: torch.Tensor | None
     state: torch.Tensor | None
 
+    def __init__(self) -> None:
+        self.record_past = False
+        self._records: list[tuple[int, Replay | None]] = []
+        super().__init__()
+
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.record_past = getattr(self, "record_past", False)
-        self._last: tuple[int, Callable[[int], States] | None] | None = None
+        self._records = []
 
     def _each(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._each(fn)
-        self._last = None  # recorded rows are no longer the cache's rows
+        self._records = []  # recorded rows are no longer the cache's rows
 
-    def store(
-        self, conv: torch.Tensor, state: torch.Tensor, tokens: int, replay: Callable[[int], States] | None
-    ) -> None:
+    def store(self, conv: torch.Tensor, state: torch.Tensor, tokens: int, replay: Replay | None) -> None:
         """Take the states after `tokens` more tokens; `replay(n)` gives those after the first n of them."""
         self.conv, self.state = conv, state
-        self._last = (tokens, replay) if self.record_past else None
+        if self.record_past:
+            self._records.append((tokens, replay))
 
     def activate_past_recording(self) -> None:
         """Keep what `crop` needs from now on."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, at most those of the latest forward pass; Transformers passes their number negated."""
-        tokens_to_remove = abs(tokens_to_remove)
-        if tokens_to_remove == 0:
-            self._last = None
-            return
-        tokens, replay = self._last or (0, None)
-        if replay is None or tokens_to_remove > tokens:
+        """Take back the last `-tokens_to_remove` tokens, at most those recorded since the last call; forget the record."""
+        left, states = removal(tokens_to_remove), (self.conv, self.state)
+        recorded = sum(tokens for tokens, _ in self._records)
+        if left > recorded:
             raise KconvError(
-                f"cannot take {tokens_to_remove} tokens back out of a KDA state: {tokens} of the latest forward pass are recorded",
-                hint="call cache.activate_past_recording() before that forward pass, and pass rows without padding",
+                f"cannot take {left} tokens back out of a KDA state: {recorded} are recorded",
+                hint="call cache.activate_past_recording() before the forward pass that is to be taken back",
             )
-        with torch.no_grad():
-            self.conv, self.state = replay(tokens - tokens_to_remove)
-        self._last = None
+        while left:
+            tokens, replay = self._records.pop()
+            if replay is None:
+                raise KconvError("cannot take tokens back out of a forward pass with padding or packed documents")
+            with torch.no_grad():
+                states = replay(max(tokens - left, 0))
+            left = max(left - tokens, 0)
+        self.conv, self.state = states
+        self._records = []
 
 
 class MLACacheLayer(CacheLayer):
@@ -119,9 +126,16 @@ class MLACacheLayer(CacheLayer):
         return self.latent
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens."""
-        if tokens_to_remove:
-            self._each(lambda t: t[:, : t.shape[1] - abs(tokens_to_remove)])
+        """Forget the last `-tokens_to_remove` tokens."""
+        count = removal(tokens_to_remove)
+        self._each(lambda t: t[:, : t.shape[1] - count])
+
+
+def removal(tokens_to_remove: int) -> int:
+    """Transformers asks for the removal of n tokens by -n; a positive number once meant the length to keep."""
+    if tokens_to_remove > 0:
+        raise KconvError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+    return -tokens_to_remove
 
 
 class KimiK3Cache(Cache):

@@ -49,7 +49,8 @@ class Fp32Parameters(nn.Module):
 
         def cast(t: torch.Tensor) -> torch.Tensor:
             out = fn(t)
-            return t.to(device=out.device, dtype=wide(t.dtype)) if id(t) in protected and out.dtype not in WIDE else out
+            narrow = id(t) in protected and out.dtype not in WIDE
+            return t.to(device=out.device, dtype=torch.float32) if narrow else out
 
         return super()._apply(cast, recurse=False)
 

@@ -108,7 +108,9 @@ class KimiExperts(nn.Module):
             parts.append(self._grouped(x[now[0][1] : now[-1][2]], counts[chosen], *matrices))
         return torch.cat(parts) if parts else x
 
-    def _grouped(self, x: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    def _grouped(
+        self, x: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = torch._grouped_mm(x, gate_up.transpose(-1, -2), offs=ends).chunk(2, dim=-1)
         return torch._grouped_mm(self.act(gate, up), down.transpose(-1, -2), offs=ends)

@@ -84,7 +84,11 @@ class KimiDeltaAttention(Fp32Parameters):
         """[batch, length, hidden] -> the same; with a cache, `segments` must hold one sequence a row."""
         packed = x if segments is None else segments.pack(x)
         inputs = KDAInputs(
-            self.q_proj(packed), self.k_proj(packed), self.v_proj(packed), self.f_b_proj(self.f_a_proj(packed)), self.b_proj(packed)
+            self.q_proj(packed),
+            self.k_proj(packed),
+            self.v_proj(packed),
+            self.f_b_proj(self.f_a_proj(packed)),
+            self.b_proj(packed),
         )
         before = (None, None) if cache is None else (cache.conv, cache.state)
         o, conv, state = self.recur(inputs, segments, *before)

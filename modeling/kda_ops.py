@@ -26,9 +26,7 @@ CHUNK, BLOCK = 64, 16
 QK_EPS = 1e-6
 
 
-def log_decay(
-    z: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
-) -> torch.Tensor:
+def log_decay(z: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
     """Log decay of each channel from the gate projection `z` [..., heads, dim]; `a_log` [heads], `dt_bias` [heads * dim].
 
     `lower_bound * sigmoid(exp(a_log) * (z + dt_bias))` with a lower bound (Kimi K3: -5), else
@@ -201,5 +199,5 @@ def delta_attention(
     else:
         cuts = list(range(0, batch * length + 1, length)) if bounds is None else bounds
         flat, final = chunked(*(x.flatten(0, 1) for x in (qn, kn, vn, gn, bn)), start, cuts)
-        o = flat.view(batch, length, heads, -1)
+        o = flat.view(batch, length, heads, v.shape[-1])
     return o.to(v.dtype), final

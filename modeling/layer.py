@@ -50,10 +50,11 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
                 setattr(self, f"{name}_res_norm", KimiRMSNorm(hidden, eps=eps))
                 setattr(self, f"{name}_res_proj", nn.Linear(hidden, 1, bias=False))
 
-    def forward(
-        self, prefix: torch.Tensor, blocks: tuple[torch.Tensor, ...], layout: Layout
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Running prefix [batch, length, hidden] and finished blocks, before the layer -> after it."""
+    def forward(self, prefix: torch.Tensor, layout: Layout, *blocks: torch.Tensor) -> torch.Tensor:
+        """Running prefix [batch, length, hidden] before the layer -> after it, given the finished `blocks` of the same shape.
+
+        Where `starts_block`, the incoming prefix becomes a block: here for this layer, in the model for those after it.
+        """
         x = mix(prefix, blocks, self.self_attention_res_norm, self.self_attention_res_proj) if blocks else prefix
         a = self.attend(self.input_layernorm(x), layout)
         if self.starts_block:
@@ -61,7 +62,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         else:
             prefix = prefix + a
         x = mix(prefix, blocks, self.mlp_res_norm, self.mlp_res_proj) if blocks else prefix
-        return prefix + self.mlp(self.post_attention_layernorm(x)), blocks
+        return prefix + self.mlp(self.post_attention_layernorm(x))
 
     def attend(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The attention of this layer over its normed input."""

@@ -139,7 +139,14 @@ class KimiMLA(nn.Module):
         """Each sequence of a flat row by itself: causal without a mask, and no work between sequences."""
         q, (k, v) = self.queries(x), self.expand(latents)
         parts = [
-            attend(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], self.scale, self.selected_keys(x[:, a:b], latents[:, a:b]), self.eager)
+            attend(
+                q[:, :, a:b],
+                k[:, :, a:b],
+                v[:, :, a:b],
+                self.scale,
+                self.selected_keys(x[:, a:b], latents[:, a:b]),
+                self.eager,
+            )
             for a, b in zip(bounds, bounds[1:], strict=False)
             if b > a
         ]

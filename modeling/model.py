@@ -21,6 +21,7 @@ from kconv.modeling.config import KimiK3TextConfig
 from kconv.modeling.init import initialise
 from kconv.modeling.kda import KimiDeltaAttention
 from kconv.modeling.layer import KimiK3DecoderLayer, Layout
+from kconv.modeling.loss import causal_lm_loss
 from kconv.modeling.mla import causal_mask
 from kconv.modeling.norm import KimiRMSNorm
 from kconv.modeling.residual import mix
@@ -101,7 +102,9 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             attention_mask = ~padding_mask.bool()
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
         layout = layout_of(x, attention_mask, position_ids, cu_seqlens, cache)
-        x, states = self._run(x, layout, self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        x, states = self._run(
+            x, layout, self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
         if cache is not None:
             cache.advance(x.shape[1])
         return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=states, **{CACHE_NAME: cache})
@@ -112,7 +115,9 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         states = [x]
         blocks: tuple[torch.Tensor, ...] = ()
         for layer in self.layers:
-            x, blocks = layer(x, blocks, layout)
+            y = layer(x, layout, *blocks)
+            blocks = (*blocks, x) if layer.starts_block else blocks
+            x = y
             if record:
                 states.append(x)
         if blocks:
@@ -122,12 +127,15 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
 
     def _cache(self, cache: KimiK3Cache | None, use_cache: bool | None) -> KimiK3Cache | None:
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        checkpointing = self.training and torch.is_grad_enabled() and any(layer.gradient_checkpointing for layer in self.layers)
+        checkpointing = (
+            self.training and torch.is_grad_enabled() and any(layer.gradient_checkpointing for layer in self.layers)
+        )
         if not use_cache or checkpointing:
             return None
         if cache is not None and not isinstance(cache, KimiK3Cache):
             raise KconvError(
-                f"a {type(cache).__name__} cannot hold KDA states", hint="pass kconv.modeling.KimiK3Cache(model.config), or no cache"
+                f"a {type(cache).__name__} cannot hold KDA states",
+                hint="pass kconv.modeling.KimiK3Cache(model.config), or no cache",
             )
         return KimiK3Cache(self.config) if cache is None else cache
 
@@ -154,7 +162,9 @@ def layout_of(
         segments = None
     if cache is not None and segments is not None and len(segments.bounds) - 1 != batch:
         if not (cu_seqlens is None and mask is None):
-            raise KconvError("packed documents cannot be cached: a cache keeps one sequence a row", hint="pass use_cache=False")
+            raise KconvError(
+                "packed documents cannot be cached: a cache keeps one sequence a row", hint="pass use_cache=False"
+            )
         segments, cache = segments, None
     return Layout(segments, cache, _over_cache(mask, past, length))
 
@@ -202,13 +212,20 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states, cu_seqlens=cu_seqlens, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
-        logits = self.lm_head(out.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else kept])
-        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits = self.lm_head(
+            out.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else kept]
+        )
+        loss = None if labels is None else causal_lm_loss(logits, labels, kwargs.get("num_items_in_batch"))
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, hidden_states=out.hidden_states, **{CACHE_NAME: out[CACHE_NAME] if CACHE_NAME in out else None}
+            loss=loss,
+            logits=logits,
+            hidden_states=out.hidden_states,
+            **{CACHE_NAME: out[CACHE_NAME] if CACHE_NAME in out else None},
         )
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Generation's cache is ours, whatever `cache_implementation` says."""
         if generation_config.use_cache is False or model_kwargs.get(CACHE_NAME) is not None:
             return

@@ -79,7 +79,9 @@ def _from_transformers(text: Json) -> Json:
     text = {TRANSFORMERS_NAMES.get(k, k): v for k, v in text.items()}
     kinds, mlps = text.pop("layer_types"), text.pop("mlp_layer_types", None) or []
     if "dense" in mlps[mlps.index("sparse") if "sparse" in mlps else len(mlps) :]:
-        raise KconvError("mlp_layer_types mixes dense layers between sparse ones, which no published Kimi checkpoint does")
+        raise KconvError(
+            "mlp_layer_types mixes dense layers between sparse ones, which no published Kimi checkpoint does"
+        )
     text["linear_attn_config"] = {
         "full_attn_layers": [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"],
         "kda_layers": [i for i, kind in enumerate(kinds, 1) if kind != "full_attention"],

@@ -23,7 +23,11 @@ class KimiRouter(Fp32Parameters):
 
     def __init__(self, config: KimiK3TextConfig, experts: int) -> None:
         super().__init__()
-        self.top_k, self.groups, self.topk_group = config.num_experts_per_token, config.num_expert_group, config.topk_group
+        self.top_k, self.groups, self.topk_group = (
+            config.num_experts_per_token,
+            config.num_expert_group,
+            config.topk_group,
+        )
         self.renormalize, self.scaling = config.moe_renormalize, config.routed_scaling_factor
         self.softmax = config.moe_router_activation_func == "softmax"
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
@@ -49,6 +53,8 @@ class KimiRouter(Fp32Parameters):
         if self.groups > 1 and self.groups > self.topk_group:
             grouped = biased.unflatten(-1, (self.groups, -1))
             votes = grouped.topk(min(GROUP_VOTERS, grouped.shape[-1]), dim=-1).values.sum(-1)
-            kept = torch.zeros_like(votes, dtype=torch.bool).scatter(1, votes.topk(self.topk_group, dim=-1, sorted=False).indices, True)
+            kept = torch.zeros_like(votes, dtype=torch.bool).scatter(
+                1, votes.topk(self.topk_group, dim=-1, sorted=False).indices, True
+            )
             biased = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
         return biased.topk(self.top_k, dim=-1, sorted=False).indices

@@ -73,7 +73,12 @@ def from_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> Segmen
     """Segments from boundaries in the flattened batch; raises KconvError unless they rise from 0 to batch * length."""
     cu = cu_seqlens.flatten()
     bounds = cu.tolist()
-    if not bounds or bounds[0] != 0 or bounds[-1] != batch * length or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if (
+        not bounds
+        or bounds[0] != 0
+        or bounds[-1] != batch * length
+        or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False))
+    ):
         raise KconvError(
             f"cu_seqlens {bounds[:8]} must rise from 0 to batch * length = {batch * length}",
             hint="give the cumulative lengths of the documents of the flattened batch, without padding",

@@ -35,7 +35,10 @@ class ShortConvolution(Fp32Parameters):
         new_state = self._tails(extended, segments)
         if use_fla:
             return fla_kernels.short_conv(x, self.weight, segments, state), new_state
-        taps = [extended[:, j : j + x.shape[1]] if positions is None else extended[:, positions + j] for j in range(self.width)]
+        taps = [
+            extended[:, j : j + x.shape[1]] if positions is None else extended[:, positions + j]
+            for j in range(self.width)
+        ]
         weight = self.weight[:, 0]
         dtype = wide(torch.promote_types(x.dtype, weight.dtype))
         y = sum(tap.to(dtype) * weight[:, j] for j, tap in enumerate(taps))
@@ -55,7 +58,9 @@ class ShortConvolution(Fp32Parameters):
         positions = torch.arange(x.shape[1], device=x.device) + past * sequence
         extended = x.new_zeros(x.shape[1] + past * count, channels).index_copy(0, positions + past, x[0])
         if state is not None:
-            rows = (cu[:-1] + past * torch.arange(count, device=x.device))[:, None] + torch.arange(past, device=x.device)
+            rows = (cu[:-1] + past * torch.arange(count, device=x.device))[:, None] + torch.arange(
+                past, device=x.device
+            )
             extended = extended.index_copy(0, rows.flatten(), state.to(x.dtype).flatten(0, 1))
         return extended[None], positions
 

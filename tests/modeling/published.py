@@ -38,7 +38,8 @@ def native_state(tensors: dict[str, torch.Tensor], config: KimiK3TextConfig) -> 
 def _experts(tensors: dict[str, torch.Tensor], prefix: str, experts: int, packed: bool) -> dict[str, torch.Tensor]:
     def stack(weights: str, part: str) -> torch.Tensor:
         rows = [
-            torch.cat([tensors[f"{prefix}block_sparse_moe.experts.{e}.w{w}.{part}"] for w in weights]) for e in range(experts)
+            torch.cat([tensors[f"{prefix}block_sparse_moe.experts.{e}.w{w}.{part}"] for w in weights])
+            for e in range(experts)
         ]
         return torch.stack(rows)
 
