@@ -83,7 +83,7 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     config = _json(files, "config.json") if "config.json" in names else {}
     problems: list[str] = []
     indexed, metadata = _indexed(files, names, problems)
-    shards = sorted(set(indexed.values())) if indexed else [n for n in names if _is_weights(n)]
+    shards = sorted(set(indexed.values())) if indexed else _unindexed(names)
     if not problems:
         _refuse_pickles_only(files, names, shards)
     _raise(files, problems)
@@ -113,6 +113,12 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
 def folded_missing(indexed: dict[str, str], entries: dict[str, Entry]) -> list[str]:
     """Names that the index has and the shards lack (the first 20)."""
     return [n for n in indexed if n not in entries][:20]
+
+
+def _unindexed(names: list[str]) -> list[str]:
+    """Without an index: `model.safetensors` alone, as Transformers reads a folder, otherwise every weight file."""
+    weights = [n for n in names if _is_weights(n)]
+    return ["model.safetensors"] if "model.safetensors" in weights else weights
 
 
 def _is_weights(name: str) -> bool:
