@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kconv.kernels.mxfp4 import decode
 from kconv.modeling.config import KimiK3TextConfig
 from kconv.modeling.dtypes import widen
-from kconv.modeling.mxfp4 import decode
 from kconv.modeling.situ import GatedActivation
 
 GROUP = 32
@@ -35,13 +35,13 @@ class PackedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """[tokens, in] x packed [out, in / 2] -> [tokens, out]."""
         ctx.save_for_backward(packed, scale)
-        return F.linear(x, decode(packed, scale, x.dtype))
+        return F.linear(x, decode(packed, scale, x.dtype, check=False))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Gradient of the input; codes have none."""
         packed, scale = ctx.saved_tensors
-        return grads[0] @ decode(packed, scale, grads[0].dtype), None, None
+        return grads[0] @ decode(packed, scale, grads[0].dtype, check=False), None, None
 
 
 class KimiExperts(nn.Module):
@@ -102,7 +102,7 @@ class KimiExperts(nn.Module):
             now = active[i : i + DECODE_AT_ONCE]
             chosen = torch.tensor([e for e, _, _ in now], device=x.device)
             matrices = [
-                decode(getattr(self, f"{n}_packed")[chosen], getattr(self, f"{n}_scale")[chosen], x.dtype)
+                decode(getattr(self, f"{n}_packed")[chosen], getattr(self, f"{n}_scale")[chosen], x.dtype, check=False)
                 for n in ("gate_up_proj", "down_proj")
             ]
             parts.append(self._grouped(x[now[0][1] : now[-1][2]], counts[chosen], *matrices))

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from kconv.kernels.mxfp4 import decode
 from kconv.modeling import KimiK3ForCausalLM, KimiK3TextConfig
-from kconv.modeling.mxfp4 import decode
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 PREFIX = "language_model."

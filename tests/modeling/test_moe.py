@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kconv.kernels.mxfp4 import decode
 from kconv.modeling import KimiK3TextConfig
 from kconv.modeling.experts import KimiExperts
 from kconv.modeling.moe import KimiMoE
-from kconv.modeling.mxfp4 import decode
 from kconv.modeling.router import KimiRouter
 from kconv.modeling.situ import situ
 from tests.modeling.tiny import K3, ids, model
