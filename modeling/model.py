@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from kconv.errors import KconvError
@@ -25,11 +25,12 @@ from kconv.modeling.loss import causal_lm_loss
 from kconv.modeling.mla import causal_mask
 from kconv.modeling.norm import KimiRMSNorm
 from kconv.modeling.residual import mix
+from kconv.modeling.strict import StrictPreTrainedModel
 
 FP32_PARAMETERS = ("A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias")
 
 
-class KimiK3PreTrainedModel(PreTrainedModel):
+class KimiK3PreTrainedModel(StrictPreTrainedModel):
     """Base of the family: loading, saving and initialisation."""
 
     config_class = KimiK3TextConfig
@@ -56,6 +57,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
 class KimiK3TextModel(KimiK3PreTrainedModel):
     """Embedding, decoder layers, final mix and norm."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # a checkpoint with a head holds this model too
 
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__(config)

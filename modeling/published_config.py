@@ -28,7 +28,7 @@ STALE = frozenset({
     "tie_encoder_decoder", "finetuning_task", "problem_type", "id2label", "label2id", "prefix", "pruned_heads", "sep_token_id",
     "task_specific_params", "tf_legacy_loss", "torchscript", "use_bfloat16", "tokenizer_class", "num_nextn_predict_layers",
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "topk_method", "use_grouped_topk", "pretraining_tp",
-    "attention_dropout", "attention_bias", "text_config", "vision_config",
+    "attention_dropout", "attention_bias", "text_config", "vision_config", "qk_head_dim", "output_router_logits",
 })  # fmt: skip
 LINEAR_DEFAULTS: Json = {"gate_lower_bound": None, "use_full_rank_gate": False}
 # What a published config that leaves these out means: the plain Kimi-Linear layer, not Kimi K3's.
@@ -49,6 +49,8 @@ def native_keys(config: Any, experts_format: str | None = None) -> Json:
     top = copy.deepcopy(config if isinstance(config, dict) else config.to_dict())
     text = top.get("text_config") or top
     text = text if isinstance(text, dict) else text.to_dict()
+    text = {**{TRANSFORMERS_NAMES.get(k, k): v for k, v in text.items()}, **text}
+    text = {k: v for k, v in text.items() if k not in TRANSFORMERS_NAMES}
     if "linear_attn_config" not in text and "layer_types" in text and "linear_num_heads" in text:
         text = _from_transformers(text)
     if not isinstance(text.get("linear_attn_config"), dict):
@@ -75,8 +77,7 @@ def _is_mxfp4(top: Json, text: Json) -> bool:
 
 
 def _from_transformers(text: Json) -> Json:
-    """Transformers' Kimi-Linear keys under their published names."""
-    text = {TRANSFORMERS_NAMES.get(k, k): v for k, v in text.items()}
+    """Transformers' Kimi-Linear layer types and sizes as the published linear attention block."""
     kinds, mlps = text.pop("layer_types"), text.pop("mlp_layer_types", None) or []
     if "dense" in mlps[mlps.index("sparse") if "sparse" in mlps else len(mlps) :]:
         raise KconvError(
@@ -89,4 +90,4 @@ def _from_transformers(text: Json) -> Json:
         "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
     }  # fmt: skip
     text["first_k_dense_replace"] = mlps.count("dense")
-    return {k: v for k, v in text.items() if k not in ("qk_head_dim", "output_router_logits")}
+    return text

@@ -27,7 +27,7 @@ LINEAR_48B: dict[str, Any] = {
     "num_experts_per_token": 2, "num_shared_experts": 1, "moe_intermediate_size": 32, "routed_scaling_factor": 2.446,
     "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "topk_group": 1,
     "use_grouped_topk": True, "first_k_dense_replace": 1, "moe_layer_freq": 1, "rms_norm_eps": 1e-5, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, "initializer_range": 0.1,
     "linear_attn_config": {
         "num_heads": 3, "head_dim": 16, "kda_layers": [1, 2, 4], "full_attn_layers": [3, 5], "short_conv_kernel_size": 4,
     },
