@@ -26,7 +26,7 @@ from kconv.plans import Plan
 from kconv.preflight import check_folders, check_room, peak_bytes, stored_bytes
 from kconv.report import Meter
 from kconv.run import execute
-from kconv.slabs import Slab, slabs
+from kconv.slabs import Slab, streams
 from kconv.source import MANIFEST, Checkpoint, open_checkpoint
 from kconv.writer import FileSink, partial_path, publish, slab_checksum, sync_folder, write_file
 
@@ -141,7 +141,7 @@ class _Job:
         try:
             with Meter("convert", self.plan.output_bytes, quiet=quiet) as meter:
                 progress = execute(
-                    self._todo(), self.plan.source.files, self.sink,
+                    map(self._todo, streams(self.plan, self.sink.place)), self.plan.source.files, self.sink,
                     workers=self.workers, device=self.device, done=self._done, tick=meter,
                 )  # fmt: skip
             self._finish()
@@ -159,9 +159,9 @@ class _Job:
             "notes": self.plan.layouts.notes,
         }
 
-    def _todo(self) -> Iterator[Slab]:
+    def _todo(self, stream: Iterator[Slab]) -> Iterator[Slab]:
         """Slabs that no earlier run finished; those recorded since the last sync are read back first."""
-        for slab in slabs(self.plan, self.sink.place):
+        for slab in stream:
             known = self.journal.durable.get(slab.number)
             if known is None and (claimed := self.journal.claimed.get(slab.number)):
                 digests = [self.sink.reread(w) for part in slab.parts for w in part.writes]

@@ -1,7 +1,8 @@
 """sha256 of the output files while they are written: the hash trails behind the finished front of each file.
 
-Slabs land in any order, sha256 wants one. Each file keeps the front up to which everything is written; whoever finishes
-a slab hashes what the front has gained, read back from the page cache, so that nothing is left to do at the end.
+A worker that writes a file in order hashes its bytes while they are in the cache. What lands out of order is hashed
+later, read back from the page cache by whoever finishes a slab, once everything before it is written; so nothing is
+left to do at the end.
 """
 
 from __future__ import annotations
@@ -19,13 +20,25 @@ WORTH = 16 << 20
 class TrailingHash:
     """sha256 of one growing file of known final size."""
 
-    def __init__(self, fds: Descriptors, name: str, size: int, front: int) -> None:
+    def __init__(self, fds: Descriptors, name: str, size: int, header: bytes) -> None:
+        front = len(header)
         self._fds, self._name, self.size, self._front = fds, name, size, front
         self._gaps: dict[int, int] = {}
-        self._hashed = 0
-        self._sha = hashlib.sha256()
+        self._hashed = front
+        self._sha = hashlib.sha256(header)
         self._lock = threading.Lock()
         self._busy = threading.Lock()
+
+    def offer(self, offset: int, data: memoryview) -> None:
+        """Hash bytes that are being written, if it is their turn and no other thread is at it."""
+        if offset != self._hashed or not self._busy.acquire(blocking=False):
+            return
+        try:
+            if offset == self._hashed:
+                self._sha.update(data)
+                self._hashed += len(data)
+        finally:
+            self._busy.release()
 
     def written(self, offset: int, nbytes: int) -> None:
         """Note that a range holds its final bytes."""

@@ -27,8 +27,8 @@ class Journal:
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
         self.identity = json.loads(json.dumps(identity))
-        self.durable: dict[int, str] = {}
-        self.claimed: dict[int, str] = {}
+        self.durable: dict[str, str] = {}
+        self.claimed: dict[str, str] = {}
         self._lock = threading.Lock()
         self._fd = -1
 
@@ -61,11 +61,11 @@ class Journal:
                 self.claimed.clear()
             else:
                 number, checksum = line.split()
-                self.claimed[int(number)] = checksum
+                self.claimed[number] = checksum
         if torn:
             os.truncate(self.path, len(head) + 1 + len(whole) + (1 if whole else 0))
 
-    def finished(self, number: int, checksum: str) -> None:
+    def finished(self, number: str, checksum: str) -> None:
         """Record a slab whose bytes were all written."""
         with self._lock:
             os.write(self._fd, f"{number} {checksum}\n".encode())

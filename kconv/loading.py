@@ -16,7 +16,7 @@ from kconv.names import folded
 from kconv.plans import Plan
 from kconv.report import Meter
 from kconv.run import execute
-from kconv.slabs import Region, Slab, slabs
+from kconv.slabs import Region, Slab, streams
 from kconv.spec import torch_dtype
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def load(source: Any, *, device: str | torch.device = "cpu", dtype: torch.dtype 
     sink = MemorySink(_storage(made, model))
     with Meter("load", made.output_bytes, quiet=quiet) as meter:
         kind = str(device).split(":")[0]
-        todo = slabs(made, sink.place)
-        execute(todo, made.source.files, sink, workers=workers or default_workers(), device=kind, tick=meter)
+        execute(streams(made, sink.place), made.source.files, sink, workers=workers or default_workers(), device=kind, tick=meter)
     model.tie_weights()
     return model.eval()
 

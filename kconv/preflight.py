@@ -21,7 +21,7 @@ from kconv.files import LocalFiles
 from kconv.layout import OutFile
 from kconv.plans import Plan
 from kconv.report import human
-from kconv.slabs import PART_BYTES, parts
+from kconv.slabs import PART_BYTES
 
 SLACK = 64 << 20
 
@@ -96,7 +96,3 @@ def stored_bytes(plan: Plan) -> int:
     apparent, stored = sum(s.st_size for s in shards), sum(s.st_blocks * 512 for s in shards)
     return plan.output_bytes if stored >= apparent // 2 else int(plan.output_bytes * (stored / max(1, apparent)))
 
-
-def count_parts(plan: Plan) -> int:
-    """Number of parts a plan splits into (for estimates)."""
-    return sum(1 for _ in parts(plan, lambda name: ("", 0)))

@@ -7,10 +7,12 @@ size of the checkpoint. The first error stops every worker after its slab; an in
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from kconv.errors import BadData, KconvError
 from kconv.files import Files
@@ -19,7 +21,6 @@ from kconv.spec import BITS, torch_dtype
 from kconv.writer import slab_checksum
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 ALIGN = 64
@@ -52,39 +53,74 @@ class Progress:
 
 
 class Arena:
-    """One worker's buffer, grown when needed and cut into aligned tensors; adjacent cuts stay adjacent when sizes align."""
+    """One worker's buffer, grown when needed and cut into aligned pieces; adjacent cuts stay adjacent when sizes align."""
 
     def __init__(self) -> None:
-        self._buffer: Tensor | None = None
+        self._buffer = np.empty(0, np.uint8)
 
-    def cut(self, regions: list[Region]) -> list[Tensor]:
-        """A 1-D uint8 tensor for each region."""
-        import torch
-
+    def cut(self, regions: list[Region]) -> list[np.ndarray]:
+        """A 1-D uint8 array for each region."""
         starts, at = [], 0
         for region in regions:
             starts.append(at)
             at += -(-region.spec.nbytes // ALIGN) * ALIGN
-        if self._buffer is None or self._buffer.numel() < at:
-            self._buffer = torch.empty(at, dtype=torch.uint8)
+        if self._buffer.size < at:
+            self._buffer = np.empty(at, np.uint8)
         return [self._buffer[s : s + r.spec.nbytes] for s, r in zip(starts, regions, strict=True)]
 
 
-def shaped(data: Tensor, region: Region) -> Tensor:
+class Feed:
+    """Hands out slabs: each worker stays with one stream while it lasts, then takes the next, then helps another."""
+
+    def __init__(self, streams: Iterable[Iterator[Slab]]) -> None:
+        self._waiting = deque(streams)
+        self._active: list[Iterator[Slab]] = []
+        self._mine = threading.local()
+        self._lock = threading.Lock()
+
+    def take(self) -> Slab | None:
+        """The next slab for the calling thread; None when there is none left."""
+        with self._lock:
+            mine = getattr(self._mine, "stream", None)
+            while True:
+                if mine is not None:
+                    slab = next(mine, None)
+                    if slab is not None:
+                        return slab
+                    if mine in self._active:
+                        self._active.remove(mine)
+                if self._waiting:
+                    mine = self._waiting.popleft()
+                    self._active.append(mine)
+                elif self._active:
+                    mine = self._active[-1]
+                else:
+                    return None
+                self._mine.stream = mine
+
+
+def torch_ready() -> None:
+    """Import torch once, with one thread for each worker: the workers are the parallelism."""
+    import torch
+
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def shaped(data: np.ndarray, region: Region) -> Tensor:
     """Bytes as a tensor of the region's spec (F4 stays bytes, its last dimension halved)."""
-    spec = region.spec
+    import torch
+
+    spec, flat = region.spec, torch.from_numpy(data)
     if spec.dtype == "F4":
-        return data.view(*spec.shape[:-1], spec.shape[-1] // 2)
-    return data.view(torch_dtype(spec.dtype)).view(spec.shape)
+        return flat.view(*spec.shape[:-1], spec.shape[-1] // 2)
+    return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
-def _typed(tensor: Tensor, region: Region) -> Tensor:
-    """A converted tensor, or moved bytes, in the region's dtype and shape."""
-    return tensor if tensor.dtype == torch_dtype(region.spec.dtype) else shaped(tensor, region)
-
-
-def raw(tensor: Tensor) -> np.ndarray:
+def raw(tensor: Tensor | np.ndarray) -> np.ndarray:
     """A tensor's bytes, 1-D, without a copy where it is contiguous on the CPU."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -117,14 +153,15 @@ class Worker:
                 return zeros  # type: ignore[return-value]
         data = self._in.cut(part.reads)
         for region, buffer in zip(part.reads, data, strict=True):
-            self.files.read_into(region.file, region.offset, memoryview(buffer.numpy()))
+            self.files.read_into(region.file, region.offset, memoryview(buffer))
         put_tensor = getattr(self.sink, "put_tensor", None)
         made = zip(part.writes, self._convert(part, data), strict=True)
-        return [put_tensor(w, _typed(t, w)) if put_tensor else self.sink.put(w, raw(t)) for w, t in made]
+        return [put_tensor(w, shaped(t, w) if isinstance(t, np.ndarray) else t) if put_tensor else self.sink.put(w, raw(t)) for w, t in made]
 
-    def _convert(self, part: Part, data: list[Tensor]) -> list[Tensor]:
+    def _convert(self, part: Part, data: list[np.ndarray]) -> Sequence[Tensor | np.ndarray]:
         if part.iso.moves_bytes() and len(part.reads) == len(part.writes):
             return data
+        torch_ready()
         ins = [shaped(d, r) for d, r in zip(data, part.reads, strict=True)]
         outs = [shaped(d, w) for d, w in zip(self._out.cut(part.writes), part.writes, strict=True)]
         if self.device != "cpu":
@@ -147,7 +184,7 @@ class Worker:
         if key not in self._zero_memo:
             data = self._in.cut(part.reads)
             for d in data:
-                d.zero_()
+                d.fill(0)
             self._zero_memo[key] = not any(raw(t).any() for t in self._convert(part, data))
         return self._zero_memo[key]
 
@@ -162,7 +199,7 @@ def located(error: BadData, part: Part) -> str:
 
 
 def execute(
-    todo: Iterator[Slab],
+    streams: Iterable[Iterator[Slab]],
     files: Files,
     sink: Sink,
     *,
@@ -173,17 +210,15 @@ def execute(
     interval: float = 0.25,
 ) -> Progress:
     """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling thread."""
-    import torch
-
     progress, failures, stop = Progress(), [], threading.Event()
-    feed, zero_memo = threading.Lock(), {}
+    feed, zero_memo = Feed(streams), {}
+    finished = threading.Semaphore(0)
 
     def work() -> None:
         worker = Worker(files, sink, device, zero_memo)
         try:
             while not stop.is_set():
-                with feed:
-                    slab = next(todo, None)
+                slab = feed.take()
                 if slab is None:
                     return
                 done(slab, worker.slab(slab, progress))
@@ -192,21 +227,21 @@ def execute(
         except BaseException as e:
             failures.append(e)
             stop.set()
+        finally:
+            finished.release()
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     threads = [threading.Thread(target=work, name=f"kconv-{i}", daemon=True) for i in range(workers)]
+    ended = 0
     try:
         for thread in threads:
             thread.start()
-        while any(t.is_alive() for t in threads):
-            threads[0].join(interval) if threads[0].is_alive() else time.sleep(min(interval, 0.02))
+        while ended < workers:
+            ended += finished.acquire(timeout=interval)
             tick(progress)
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-        torch.set_num_threads(before)
     if failures:
         raise failures[0]
     return progress

@@ -1,8 +1,8 @@
 """The unit of work: a slab is a run of parts that is read, converted and written in one go, about 32 MB of output.
 
-A part is some rows of one piece of one edge: regions to read, regions to write, and the iso between them. Parts follow
-the order of the output files, so every file is written nearly front to back. The numbering is a pure function of plan
-and layout, which is what lets a journal of finished slab numbers be resumed, and `--part I/N` split the work.
+A part is some rows of one piece of one edge: regions to read, regions to write, and the iso between them. A stream is
+the slabs of one output file, front to back, so that a worker that stays with a stream writes in order. The numbering
+(file, slab) is a pure function of plan and layout, which is what lets a journal be resumed and `--part I/N` split the work.
 """
 
 from __future__ import annotations
@@ -48,29 +48,32 @@ class Part:
 
 @dataclass(slots=True)
 class Slab:
-    """Parts done together; `number` counts from 0 in output order."""
+    """Parts done together; `number` is `<file>.<slab>`, both counted from 0 in output order."""
 
-    number: int
+    number: str
     parts: list[Part]
 
 
-def slabs(plan: Plan, place: Place) -> Iterator[Slab]:
-    """All slabs of a plan whose targets lie where `place` says."""
-    number, batch, size = 0, [], 0
-    for part in parts(plan, place):
-        batch.append(part)
-        size += part.cost
-        if size >= SLAB_BYTES:
-            yield Slab(number, batch)
-            number, batch, size = number + 1, [], 0
+def streams(plan: Plan, place: Place) -> list[Iterator[Slab]]:
+    """The slabs of a plan whose targets lie where `place` says, one iterator for each file of first targets."""
+    by_file: dict[str, list[tuple[int, Edge]]] = {}
+    for edge in plan.edges:
+        file, offset = place(_first_target(plan, edge))
+        by_file.setdefault(file, []).append((offset, edge))
+    return [_stream(plan, i, edges, place) for i, (_, edges) in enumerate(sorted(by_file.items()))]
+
+
+def _stream(plan: Plan, file: int, edges: list[tuple[int, Edge]], place: Place) -> Iterator[Slab]:
+    count, batch, size = 0, [], 0
+    for _, edge in sorted(edges, key=lambda item: item[0]):
+        for part in _edge_parts(plan, edge, place):
+            batch.append(part)
+            size += part.cost
+            if size >= SLAB_BYTES:
+                yield Slab(f"{file}.{count}", batch)
+                count, batch, size = count + 1, [], 0
     if batch:
-        yield Slab(number, batch)
-
-
-def parts(plan: Plan, place: Place) -> Iterator[Part]:
-    """Parts in the order of the output files."""
-    for edge in sorted(plan.edges, key=lambda e: place(_first_target(plan, e))):
-        yield from _edge_parts(plan, edge, place)
+        yield Slab(f"{file}.{count}", batch)
 
 
 def _first_target(plan: Plan, edge: Edge) -> str:

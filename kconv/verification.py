@@ -27,7 +27,7 @@ from kconv.names import folded
 from kconv.plans import Plan
 from kconv.report import Meter
 from kconv.run import execute
-from kconv.slabs import Part, Region, Slab, slabs
+from kconv.slabs import Part, Region, Slab, streams
 from kconv.source import MANIFEST, Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
@@ -177,19 +177,23 @@ def _compare(checked: Plan, against: Checkpoint, sample: int | None, workers: in
     }
 
 
-def _chosen(checked: Plan, sink: CompareSink, usable: set[str], sample: int | None, seed: int) -> Iterator[Slab]:
+def _chosen(checked: Plan, sink: CompareSink, usable: set[str], sample: int | None, seed: int) -> list[Iterator[Slab]]:
     """The slabs to compare, without the parts whose counterpart is missing."""
 
     def place(name: str) -> tuple[str, int]:
         return sink.place(name) if name in usable else ("", 0)
 
-    every = slabs(checked, place)
+    chosen: set[str] | None = None
     if sample is not None:
-        numbers = [s.number for s in slabs(checked, place)]
+        numbers = [s.number for stream in streams(checked, place) for s in stream]
         chosen = set(random.Random(seed).sample(numbers, min(sample, len(numbers))))
-        every = (s for s in every if s.number in chosen)
-    for slab in every:
-        yield Slab(slab.number, [p for p in slab.parts if _usable(p, usable)])
+
+    def reduced(stream: Iterator[Slab]) -> Iterator[Slab]:
+        for slab in stream:
+            if chosen is None or slab.number in chosen:
+                yield Slab(slab.number, [p for p in slab.parts if _usable(p, usable)])
+
+    return [reduced(stream) for stream in streams(checked, place)]
 
 
 def _usable(part: Part, usable: set[str]) -> bool:

@@ -68,7 +68,7 @@ class FileSink:
         self._fds = Descriptors(lambda name: os.open(folder / name, os.O_RDWR), OPEN_FILES)
         self._dirty: set[str] = set()
         self._places = {n: (f.name, at) for f in files for n, at in f.starts.items()}
-        self.hashes = {f.name: TrailingHash(self._fds, f.name, f.size, len(f.header)) for f in files} if hashes else {}
+        self.hashes = {f.name: TrailingHash(self._fds, f.name, f.size, f.header) for f in files} if hashes else {}
 
     def prepare(self) -> None:
         """Create every file at its full size with its header; files that already are so are kept."""
@@ -90,6 +90,8 @@ class FileSink:
         """Write a region's bytes (uint8, 1-D) and return their digest."""
         if self.fresh and not data[:4096].any() and not data.any():
             return self.put_zeros(region)
+        if self.hashes:
+            self.hashes[region.file].offer(region.offset, memoryview(data))
         self._dirty.add(region.file)
         with self._fds.use(region.file) as fd:
             view, at = memoryview(data), region.offset
