@@ -3,6 +3,7 @@
 | model_type of config.json | family | adapter |
 |---|---|---|
 | kimi_k3, kimi_linear, kimi_k3_text | Kimi K3, Kimi-Linear | `kconv.adapters.k3` |
+| a draft's, published or native, whatever its model_type | DFlash, DFlash2, DSpark, Eagle3 | `kconv.adapters.drafts.adapter` |
 
 An adapter module has `layouts(checkpoint, options) -> Layouts` and `describe(checkpoint) -> dict`; it does no I/O.
 A new layout is one file and one row here.
@@ -43,6 +44,9 @@ class Options:
 def adapter_for(checkpoint: Checkpoint) -> ModuleType:
     """The adapter of a checkpoint, by its config's `model_type`; raises KconvError naming the type when none fits."""
     model_type = checkpoint.config.get("model_type")
+    drafts = importlib.import_module("kconv.adapters.drafts.adapter")
+    if drafts.is_draft(checkpoint.config):  # before the table: a draft may carry its target's model_type
+        return drafts
     if model_type in ADAPTERS:
         return importlib.import_module(ADAPTERS[model_type])
     if not checkpoint.config:

@@ -6,10 +6,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from kconv.modeling.cache import KimiK3Cache
 from kconv.modeling.config import KimiK3TextConfig
+from kconv.modeling.drafts import register
 from kconv.modeling.model import KimiK3ForCausalLM, KimiK3PreTrainedModel, KimiK3TextModel
 
 AutoConfig.register(KimiK3TextConfig.model_type, KimiK3TextConfig, exist_ok=True)
 AutoModel.register(KimiK3TextConfig, KimiK3TextModel, exist_ok=True)
 AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
+register()
 
 __all__ = ["KimiK3Cache", "KimiK3ForCausalLM", "KimiK3PreTrainedModel", "KimiK3TextConfig", "KimiK3TextModel"]

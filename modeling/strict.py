@@ -1,0 +1,33 @@
+"""Loading that leaves no hole: a missing, unexpected or misshapen tensor is an error, never a log line."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kconv.errors import Problems
+from kconv.names import folded
+
+
+class StrictPreTrainedModel(PreTrainedModel):
+    """A PreTrainedModel whose `from_pretrained` raises `Problems` unless the files hold exactly its tensors."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Any:
+        """Load like Transformers does, then compare the tensor names; `output_loading_info=True` is honoured."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("ignore_mismatched_sizes", True)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        lines = [f"missing from the files: {line}" for line in folded(sorted(info["missing_keys"]))]
+        lines += [f"in the files, but not in the model: {line}" for line in folded(sorted(info["unexpected_keys"]))]
+        for name, found, wanted in info["mismatched_keys"]:
+            lines.append(f"{name} is {list(found)} in the files, the config asks for {list(wanted)}")
+        if lines:
+            raise Problems(
+                f"{pretrained_model_name_or_path} does not hold a {cls.__name__}:", lines,
+                hint="a published checkpoint is converted first: kconv convert SOURCE OUT",
+            )  # fmt: skip
+        return (model, info) if wants_info else model
