@@ -19,9 +19,10 @@ _LAZY = {
     "verify": "kconv.verification",
     "load": "kconv.loading",
     "inspect": "kconv.inspection",
+    "tiny": "kconv.synthesis.families",
 }
 
-__all__ = ["convert", "inspect", "load", "plan", "verify"]
+__all__ = ["convert", "inspect", "load", "plan", "tiny", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,116 @@
+"""The families that `kconv tiny` can make, and the call itself.
+
+| family | what | made by |
+|---|---|---|
+| k3 | Kimi K3: MXFP4 experts, vision tower, two-level config | `kconv.synthesis.k3` |
+| kimi-linear | Kimi-Linear: plain experts, no vision, flat config | `kconv.synthesis.k3` |
+
+A family is a row here and, in its module, a `Family`: a frozen dataclass of options and a function that makes a
+`Synthetic` of it. The command line's options are the fields of that dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kconv.errors import KconvError
+from kconv.synthesis.writing import Synthetic, write_checkpoint
+
+FAMILIES: dict[str, str] = {
+    "k3": "kconv.synthesis.k3:K3",
+    "kimi-linear": "kconv.synthesis.k3:KIMI_LINEAR",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of checkpoint: its title, its options (a frozen dataclass of `knob`s), how it is made, and its card if any."""
+
+    title: str
+    shape: type
+    make: Callable[[Any, int], Synthetic]
+    card: str | None = None
+
+
+def knob(default: Any, text: str, *, choices: tuple[str, ...] = (), least: int = 1) -> Any:
+    """A field of a shape: its default, its help, and the values it may take."""
+    return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "least": least})
+
+
+def family(name: str) -> Family:
+    """The family called `name`; raises KconvError with the known ones."""
+    if name not in FAMILIES:
+        raise KconvError(f"no family is called {name!r}", hint=f"families are {', '.join(FAMILIES)}")
+    module, _, attribute = FAMILIES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def tiny(name: str, out: str | os.PathLike[str], *, seed: int = 0, full_size: bool = False, **options: Any) -> dict[str, Any]:
+    """Make a checkpoint in a family's published layout; returns what `kconv tiny --json` prints.
+
+    Args:
+        name: `k3`, `kimi-linear`, ... (`FAMILIES`).
+        out: the folder to make; must be absent or empty.
+        seed: every tensor depends on the seed and its own name alone, whatever the spelling or the shards.
+        full_size: the published checkpoint's size, its data a hole that takes no disk.
+        options: fields of the family's shape, for example `layers=5, experts=4`.
+
+    Raises KconvError for an unknown option or a shape that cannot be.
+    """
+    chosen = family(name)
+    made = _full_size(name, chosen, options) if full_size else synthesize(name, seed=seed, **options)
+    facts = write_checkpoint(made, Path(out))
+    return {"family": name, "out": str(out), "seed": None if full_size else seed, "full_size": full_size, **facts}
+
+
+def synthesize(name: str, *, seed: int = 0, **options: Any) -> Synthetic:
+    """A checkpoint of a family, not written yet."""
+    chosen = family(name)
+    return chosen.make(_shape(name, chosen, options), seed)
+
+
+def _shape(name: str, chosen: Family, options: dict[str, Any]) -> Any:
+    known = {f.name: f for f in dataclasses.fields(chosen.shape)}
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise KconvError(f"{name} has no option {', '.join(unknown)}", hint=f"options are {', '.join(known)}")
+    wrong = [p for key, value in options.items() for p in _value_problems(key, value, known[key])]
+    if wrong:
+        raise KconvError("; ".join(wrong))
+    return chosen.shape(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+
+
+def _value_problems(key: str, value: Any, field: dataclasses.Field) -> list[str]:
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if choices:
+        return [] if value in choices else [f"{key} is {value!r}, not one of {', '.join(choices)}"]
+    if isinstance(field.default, bool):
+        return [] if isinstance(value, bool) else [f"{key} is {value!r}, not true or false"]
+    values = value if isinstance(field.default, tuple) else (value,)
+    if not isinstance(values, tuple | list) or any(not isinstance(v, int) or isinstance(v, bool) or v < least for v in values):
+        return [f"{key} is {value!r}; whole numbers of at least {least} are expected"]
+    return []
+
+
+def _full_size(name: str, chosen: Family, options: dict[str, Any]) -> Synthetic:
+    """The checkpoint of the family's card, without data: names, specs and shards are the card's, the config its shape's."""
+    from kconv.cards import load_card
+
+    if chosen.card is None:
+        raise KconvError(f"{name} has no card to take its full size from", hint="leave --full-size out")
+    if options:
+        raise KconvError(f"--full-size takes no other option, {', '.join(options)} given", hint="leave one of them out")
+    card = load_card(chosen.card)
+    if problems := card.problems():
+        raise KconvError(f"the card {card.where} contradicts itself: {'; '.join(problems)}")
+    placed = list(card.placed())
+    made = chosen.make(chosen.shape(**card.data["shape"]), 0)
+    specs, shards = {t.name: t.spec for t in placed}, {t.name: t.file for t in placed}
+    files = {n: blob for n, blob in made.files.items() if n == "generation_config.json"}
+    return Synthetic(made.config, specs, shards, value=None, files=files)
