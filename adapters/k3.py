@@ -90,7 +90,7 @@ def _rows(source: K3Source, left: Side, right: Side, options: Options) -> Iterat
             continue
         for layers, count in source.layer_groups(row):
             over = {"layer": layers} if layers else {}
-            left_name, right_name = left.spell(row, source), right.spell(row, source)
+            left_name, right_name = left.spell(row), right.spell(row)
             iso = _iso(source, row, left, right, options)
             yield rule(left_name, right_name, iso, over=over, expect=_expect(source, row, left, count))
 

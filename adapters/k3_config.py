@@ -30,6 +30,12 @@ GENERATION_DEFAULTS = frozenset(
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
     typical_p use_bfloat16 _name_or_path transformers_version torch_dtype""".split()
 )
+# What leaving a key out means in a published config (Kimi-Linear's do); the native config says it, its defaults are Kimi K3's.
+ABSENT: Config = {
+    "hidden_act": "silu", "activation_situ_beta": None, "activation_situ_linear_beta": None, "attn_res_block_size": None,
+    "routed_expert_hidden_size": None, "latent_moe_use_norm": False, "mla_use_output_gate": False, "q_lora_rank": None,
+    "num_experts": None, "num_shared_experts": None, "num_key_value_heads": None, "first_k_dense_replace": 0,
+}  # fmt: skip
 TEXT_TYPES = ("kimi_linear", "kimi_k3_text")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -63,7 +69,7 @@ def quantization(config: Config, notes: list[str]) -> Config | None:
 def native_config(text: Config, *, experts_format: str, counts: dict[int, int], layers: int) -> Config:
     """The config of a native checkpoint: what computes, nothing else."""
     drop = GENERATION_DEFAULTS | {"quantization_config", "auto_map", "architectures", "model_type"}
-    lifted = {k: copy.deepcopy(v) for k, v in text.items() if k not in drop}
+    lifted = ABSENT | {k: copy.deepcopy(v) for k, v in text.items() if k not in drop}
     lifted |= {"model_type": "kimi_k3_text", "architectures": ["KimiK3ForCausalLM"]}
     lifted["experts_format"] = "packed" if experts_format == "packed" else "bf16"
     if counts and len(set(counts.values())) > 1:

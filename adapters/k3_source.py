@@ -34,7 +34,7 @@ class Side:
     head: str
     dotted_res: bool = False
 
-    def spell(self, row: Row, source: K3Source) -> str:
+    def spell(self, row: Row) -> str:
         """The name template of a row on this side."""
         name = row.name
         if row.kind == "moe" and self.name != "native":
@@ -97,7 +97,7 @@ class K3Source:
     def stored_dtype(self, row: Row) -> str:
         """The dtype in which the first tensor of a row is stored (F32 where it is missing)."""
         layers = self.inside(self.layout.kinds.get(row.kind, ()))
-        name = self.side.spell(row, self).format_map({"layer": layers[0] if layers else 0})
+        name = self.side.spell(row).format_map({"layer": layers[0] if layers else 0})
         entry = self.checkpoint.entries.get(name)
         return entry.spec.dtype if entry else "F32"
 
