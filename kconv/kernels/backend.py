@@ -65,6 +65,6 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
     try:
-        return numba.njit(function, cache=True, nogil=True)
+        return numba.njit(function, cache=True, nogil=True, error_model="numpy")
     except RuntimeError:  # numba found no place for its cache: compile in this process alone
-        return numba.njit(function, nogil=True)
+        return numba.njit(function, nogil=True, error_model="numpy")

@@ -25,9 +25,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def first(mask: Tensor) -> tuple[int, ...]:
     """Index of the first true element of a mask that has one."""
-    flat = int(torch.argmax(mask.reshape(-1).to(torch.uint8)))
+    return unravel(int(torch.argmax(mask.reshape(-1).to(torch.uint8))), tuple(mask.shape))
+
+
+def unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index in a tensor of this shape of its element number `flat`."""
     position = []
-    for size in reversed(mask.shape):
+    for size in reversed(shape):
         flat, at = divmod(flat, size)
         position.append(at)
     return tuple(reversed(position))
@@ -39,8 +43,7 @@ def lend(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device:
         return torch.empty(shape, dtype=dtype, device=device)
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
         raise KconvError(
-            f"the lent output is {out.dtype} {list(out.shape)} on {out.device}, "
-            f"the result is {dtype} {list(shape)} on {device}"
+            f"the lent output is {out.dtype} {list(out.shape)} on {out.device}, the result is {dtype} {list(shape)} on {device}"
         )
     return out
 

@@ -1,0 +1,168 @@
+"""FP8 in four codes, with scales of every layout of `geometry`: decode, its inverse, and quantisation.
+
+| scale dtype | factor |
+|---|---|
+| F32, BF16, F16 | the number, in fp32 |
+| F8_E8M0 | 2^(byte-127); 255 is NaN and refused |
+| U8 | the same, in a block layout only: elsewhere a byte could mean anything, and is refused |
+
+MXFP8 is F8_E4M3 in blocks of 1 x 32 with E8M0 scales. The rule of the product is that of `scaled`; libraries that first
+round an F32 scale to bf16 (Transformers' backward pass of FP8 linear layers does) differ in the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kconv.errors import BadData, KconvError
+from kconv.kernels import e2m1, geometry, scaled
+from kconv.kernels.codes import CODES, Code, nearest
+from kconv.kernels.common import first, lend
+from kconv.kernels.scaled import Scales
+from kconv.spec import SAFETENSORS_NAMES, torch_dtype
+
+NAMES = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
+Block = tuple[int, int]
+
+
+def decode(
+    codes: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    *,
+    block: Block | None = None,
+    code: str | None = None,
+    finite: bool = True,
+    reversible: bool = False,
+) -> Tensor:
+    """Values [..., O, I] of codes [..., O, I] and their scales, written to `out` if lent.
+
+    `code` names the format of codes stored as U8, or overrules the dtype. `finite=False` lets codes that are NaN or
+    infinite through; `reversible` also refuses what `encode_with_scale` could not turn back into the same codes.
+    Raises `BadData` with the position, `KconvError` for a scale shape or dtype that is not understood.
+    """
+    form = code_of(codes, code)
+    values = lend(out, tuple(codes.shape), dtype, codes.device)
+    scales = scales_of(tuple(codes.shape), scale, block)
+    matrices = _stacked(codes.view(torch.uint8)), _stacked(values)
+    scaled.decode(matrices[0], scales, form, matrices[1], finite=finite, reversible=reversible)
+    return values
+
+
+def encode_with_scale(
+    values: Tensor,
+    scale: Tensor,
+    code: str = "F8_E4M3",
+    out: Tensor | None = None,
+    *,
+    block: Block | None = None,
+) -> Tensor:
+    """Codes such that `decode(codes, scale)` has the very bits of values [..., O, I]; `BadData` where there are none."""
+    codes = lend(out, tuple(values.shape), torch_dtype(code), values.device)
+    target = codes if codes.is_contiguous() else torch.empty_like(codes, memory_format=torch.contiguous_format)
+    scales = scales_of(tuple(values.shape), scale, block)
+    scaled.encode(_stacked(values), scales, CODES[code], _stacked(target.view(torch.uint8)))
+    return codes if target is codes else codes.copy_(target)
+
+
+def quantize(
+    values: Tensor, code: str = "F8_E4M3", *, layout: str = "block", block: Block | None = None, scale_dtype: str = "F32"
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales nearest to values [..., O, I]; without loss where a power of two as scale allows it.
+
+    Otherwise the scale is max |value| / the code's largest, rounded to its dtype; an all-zero tile has scale 1. Raises
+    `BadData` for NaN and infinity, and for a scale that its dtype cannot hold.
+    """
+    form = CODES[code]
+    shape = geometry.scale_shape(layout, tuple(values.shape), block)
+    grid = geometry.grid(layout, tuple(values.shape), block)
+    stacked = _stacked(values).float()
+    _refuse_special(stacked)
+    top = _tile_max(stacked, grid)
+    power = torch.where(top > 0, torch.exp2(torch.frexp(top / form.largest).exponent.float()), 1.0)
+    power = torch.where(top == power / 2 * form.largest, power / 2, power)
+    kept = _tile_max((_nearest(stacked, power, grid, form, decoded=True) != stacked).float(), grid) == 0
+    factor = power
+    if scale_dtype not in ("U8", "F8_E8M0"):
+        factor = torch.where(kept | (top == 0), power, top / form.largest)
+        factor = factor.to(torch_dtype(scale_dtype)).float()
+    if bool((~factor.isfinite() | (factor == 0)).any()):
+        raise BadData(f"a scale is beyond {scale_dtype}", operand=0, position=(0,) * values.dim(), hint="choose F32 scales")
+    codes = _nearest(stacked, factor, grid, form, decoded=False).view(values.shape)
+    return codes.view(torch_dtype(code)), _stored(factor, scale_dtype).view(shape)
+
+
+def code_of(codes: Tensor, name: str | None) -> Code:
+    """The format of a tensor of codes, by its dtype or by name; raises `KconvError` for one that is unknown."""
+    known = name or SAFETENSORS_NAMES.get(str(codes.dtype).removeprefix("torch."), str(codes.dtype))
+    if known not in NAMES or codes.element_size() != 1:
+        raise KconvError(f"no FP8 format is called {known}", hint=f"there are {', '.join(NAMES)}")
+    return CODES[known]
+
+
+def scales_of(weight: geometry.Shape, scale: Tensor, block: Block | None) -> Scales:
+    """The scales of a weight shape in fp32 on their grid; raises for a shape or dtype that is not understood."""
+    layout = geometry.layout_of(weight, tuple(scale.shape), block)
+    if scale.dtype == torch.uint8 and not layout.startswith("block"):
+        raise KconvError(
+            f"a U8 scale {list(scale.shape)} of a weight {list(weight)} is no block scale: its bytes could mean anything",
+            hint="E8M0 exponents are stored as F8_E8M0, or as U8 in the block layout that the config names",
+        )
+    grid = geometry.grid(layout, weight, block)
+    factor = factors(scale).reshape(math.prod(weight[:-2]), grid.rows, grid.columns)
+    return Scales(factor, grid, tuple(scale.shape), weight)
+
+
+def factors(scale: Tensor, operand: int = 1) -> Tensor:
+    """Scales in fp32: numbers as they are, E8M0 bytes as powers of two; raises `BadData` for byte 255."""
+    if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return scale.float()
+    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        raise KconvError(f"scales of dtype {scale.dtype} are not understood", hint="F32, BF16, F16, F8_E8M0 and U8 are")
+    byte = scale.view(torch.uint8)
+    if byte.numel() and int(byte.max()) == e2m1.NAN_SCALE:
+        raise BadData(
+            "scale byte 255 is NaN", operand=operand, position=first(byte == e2m1.NAN_SCALE),
+            hint="the checkpoint is damaged here: fetch the file again, or ask its publisher",
+        )  # fmt: skip
+    return e2m1.e8m0().float().to(scale.device)[byte.long()]
+
+
+def _stored(factor: Tensor, scale_dtype: str) -> Tensor:
+    if scale_dtype not in ("U8", "F8_E8M0"):
+        return factor.to(torch_dtype(scale_dtype))
+    byte = torch.frexp(factor).exponent - 1 + e2m1.NEUTRAL_SCALE
+    return byte.clamp(0, 254).to(torch.uint8).view(torch_dtype(scale_dtype))
+
+
+def _stacked(tensor: Tensor) -> Tensor:
+    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])  # a view wherever there can be one
+
+
+def _tile_max(stacked: Tensor, grid: geometry.Grid) -> Tensor:
+    """Largest magnitude of every tile, [N, rows, columns]."""
+    down, across = grid.rows * grid.height - stacked.shape[1], grid.columns * grid.width - stacked.shape[2]
+    padded = torch.nn.functional.pad(stacked.abs(), (0, across, 0, down))
+    return padded.view(-1, grid.rows, grid.height, grid.columns, grid.width).amax((2, 4))
+
+
+def _nearest(stacked: Tensor, factor: Tensor, grid: geometry.Grid, code: Code, *, decoded: bool) -> Tensor:
+    """Codes nearest to value / factor, or the numbers they decode to."""
+    wide = factor.repeat_interleave(grid.height, 1)[:, : stacked.shape[1]]
+    wide = wide.repeat_interleave(grid.width, 2)[:, :, : stacked.shape[2]]
+    quotient = (stacked / wide).clamp(-code.largest, code.largest)
+    codes = quotient.to(torch_dtype(code.name))
+    return codes.float() * wide if decoded else codes.view(torch.uint8)
+
+
+def _refuse_special(stacked: Tensor) -> None:
+    if not bool(stacked.isfinite().all()):
+        at = first(~stacked.isfinite())
+        raise BadData(f"{float(stacked[at])} cannot be quantised", operand=0, position=at)
+
+
+__all__ = ["NAMES", "code_of", "decode", "encode_with_scale", "factors", "nearest", "quantize", "scales_of"]

@@ -1,0 +1,288 @@
+"""Codes times scales, the core of FP8, INT4 and NVFP4: value = round(fp32(code) * fp32(scale)), and its inverse.
+
+| step | rule |
+|---|---|
+| product | in fp32, then rounded once to the wanted dtype: what Transformers' Fp8Dequantize computes |
+| scales of bf16 or fp16, target the same | bit-identical to compressed-tensors, which multiplies in the dtype of the scale |
+| inverse | the code nearest to value / scale; then decoded again and compared bit for bit |
+
+Why the inverse finds every code: neighbouring codes differ by at least 1/16 of their size (or by a whole `step`), the
+value is off by at most 2^-9 of its size (bf16) and the quotient by 2^-8. It fails only where the target dtype underflows
+(scale * step below twice its least subnormal) or overflows; `decode(reversible=True)` looks there and refuses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kconv.errors import BadData, KconvError
+from kconv.kernels import backend
+from kconv.kernels.codes import Code, nearest, pair_values, values
+from kconv.kernels.common import CHUNK, bits, first, same_bits, unravel, viewable
+from kconv.kernels.geometry import Grid
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_QUIET_NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}
+
+
+@dataclass(frozen=True)
+class Scales:
+    """fp32 scales [N, rows, columns] of N weight matrices on a grid; `offset` (the same shape) is taken off the code first.
+
+    `shape` and `weight` are the shapes of the user's tensors, for the positions in errors.
+    """
+
+    factor: Tensor
+    grid: Grid
+    shape: tuple[int, ...]
+    weight: tuple[int, ...]
+    offset: Tensor | None = None
+
+    def scale_at(self, at: tuple[int, ...]) -> float:
+        """The scale over element [n, row, column] of the matrices."""
+        return float(self.factor[at[0], at[1] // self.grid.height, at[2] // self.grid.width])
+
+    def in_weight(self, at: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """Where element [n, row, column] of matrices of `rows` rows is in the user's weight."""
+        return (*unravel(at[0] * rows + at[1], self.weight[:-1]), at[2])
+
+    def in_scale(self, at: tuple[int, ...]) -> tuple[int, ...]:
+        """Where scale [n, row, column] is in the user's tensor of scales."""
+        flat = (at[0] * self.grid.rows + at[1]) * self.grid.columns + at[2]
+        return unravel(flat, self.shape)
+
+
+def decode(codes: Tensor, scales: Scales, code: Code, out: Tensor, *, finite: bool = True, reversible: bool = False) -> None:
+    """Codes U8 [N, O, W] into out [N, O, I]: W = I for codes of 8 bits, at least I/2 for those of 4, low nibble first.
+
+    Raises `BadData` for a scale or (unless `finite` is false) a code that is not finite, for a product beyond the dtype,
+    and with `reversible` for a product from which the code cannot be told.
+    """
+    if out.dtype not in DTYPES:
+        raise KconvError(f"{code.name} decodes to bf16, fp16 or fp32, not {out.dtype}")
+    if not out.numel():
+        return
+    low, high = _scale_range(scales)
+    target = out if viewable(out, 2 * out.dtype.itemsize) else torch.empty_like(out, memory_format=torch.contiguous_format)
+    special = _run_decode(codes, scales, code, target)
+    if special:
+        _patch_specials(codes, scales, code, target, finite)
+    largest = max(code.largest, 23.0 if scales.offset is not None else 0.0)
+    info = torch.finfo(target.dtype)
+    if high * largest > info.max / 1.01:
+        _refuse_overflow(target, codes, scales, code, info.max)
+    if reversible and (special or low * code.step < 2 * info.smallest_normal * info.eps or high * largest > info.max / 1.01):
+        _refuse_collapse(target, codes, scales, code)
+    if target is not out:
+        out.copy_(target)
+
+
+def encode(tensor: Tensor, scales: Scales, code: Code, out: Tensor) -> None:
+    """Values [N, O, I] into codes U8 [N, O, W], such that decoding gives the same bits; raises `BadData` (operand 0) if none do.
+
+    Surplus nibbles of a wider W are zero bits.
+    """
+    if not tensor.numel():
+        return
+    _scale_range(scales)
+    dense = tensor.contiguous()
+    _run_encode(dense, scales, code, out)
+    back = torch.empty_like(dense)
+    special = _run_decode(out, scales, code, back)
+    if special:
+        _patch_specials(out, scales, code, back, finite=False)
+    if not same_bits(back, dense):
+        at = first(bits(back) != bits(dense))
+        raise BadData(
+            f"{float(dense[at]):g} has no {code.name} code at scale {scales.scale_at(at):g}",
+            operand=0, position=scales.in_weight(at, dense.shape[1]),
+            hint="the weights were changed after decoding: re-encode them (lossy) instead of using the kept scales",
+        )  # fmt: skip
+
+
+def per_row(factor: Tensor, grid: Grid, rows: int) -> Tensor:
+    """Scales [N, rows of the grid, columns] repeated for every row of the weight, [N, rows, columns]."""
+    return factor.repeat_interleave(grid.height, 1)[:, :rows] if grid.height > 1 else factor
+
+
+def multiply_(tensor: Tensor, factor: Tensor, width: int) -> Tensor:
+    """In place, [R, I] times factor [R, columns], each over `width` values."""
+    return _by_columns(tensor, factor, width, "mul_")
+
+
+def unpack(codes: Tensor, code: Code, columns: int) -> Tensor:
+    """One code a byte, U8 [..., columns]."""
+    if code.per_byte == 1:
+        return codes
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[..., :columns]
+
+
+def _by_columns(tensor: Tensor, factor: Tensor, width: int, operation: str) -> Tensor:
+    full = tensor.shape[1] // width
+    head, tail = tensor[:, : full * width], tensor[:, full * width :]
+    if full:
+        getattr(head.unflatten(1, (full, width)), operation)(factor[:, :full, None])
+    if tail.numel():
+        getattr(tail, operation)(factor[:, full:])
+    return tensor
+
+
+def _matrices(codes: Tensor, scales: Scales, out: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Weights as matrices with their scales; all of them as one where no tile crosses from one weight to the next."""
+    grid, offset = scales.grid, scales.offset
+    if codes.shape[1] % grid.height == 0:
+        joined = None if offset is None else offset.flatten(0, 1)
+        return [(codes.flatten(0, 1), scales.factor.flatten(0, 1), out.flatten(0, 1), joined)]
+    return [(codes[i], scales.factor[i], out[i], None if offset is None else offset[i]) for i in range(codes.shape[0])]
+
+
+def _run_decode(codes: Tensor, scales: Scales, code: Code, out: Tensor) -> bool:
+    """Decodes; true when a code was not finite (its result is then to be patched)."""
+    compiled = backend.compiled("scaled", codes.device.type)
+    special = False
+    for matrix, factor, target, offset in _matrices(codes.contiguous(), scales, out):
+        done = None if compiled is None else compiled.decode(matrix, factor.contiguous(), scales.grid, code, target, offset)
+        special |= _decode(matrix, factor, scales.grid, code, target, offset) if done is None else done
+    return special
+
+
+def _decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool:
+    """Plain torch: one look-up of two fp32 numbers, product, rounding; chunk by chunk of rows."""
+    rows, columns = out.shape
+    height = max(1, CHUNK // max(columns, 1))
+    special = False
+    for i in range(0, rows, height):
+        chunk = codes[i : i + height]
+        special |= _has_special(chunk, code)
+        which = torch.arange(i, min(i + height, rows), device=codes.device) // grid.height
+        number = _look_up(chunk, code)[:, :columns]
+        if offset is not None:
+            _by_columns(number, offset[which], grid.width, "sub_")
+        out[i : i + height].copy_(multiply_(number, factor[which], grid.width))
+    return special
+
+
+def _look_up(codes: Tensor, code: Code) -> Tensor:
+    """The fp32 numbers of codes [R, W], [R, W * codes per byte]."""
+    if code.per_byte == 1 and not (viewable(codes, 2) and codes.shape[1] % 2 == 0):
+        table = values(code, codes.device)
+        return torch.index_select(table, 0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+    index = (codes.view(torch.uint16) if code.per_byte == 1 else codes).to(torch.int32)
+    pairs = torch.index_select(pair_values(code, codes.device), 0, index.view(-1))
+    return pairs.view(torch.float32).view(codes.shape[0], -1)
+
+
+def _has_special(codes: Tensor, code: Code) -> bool:
+    if code.hole < 256:
+        return int((codes ^ code.hole).min()) == 0
+    return code.limit < 128 and int((codes & 0x7F).max()) >= code.limit
+
+
+def _specials(codes: Tensor, code: Code) -> Tensor:
+    """Which codes (one a byte) are not finite."""
+    if code.bits == 4:
+        return torch.zeros_like(codes, dtype=torch.bool)
+    return codes == code.hole if code.hole < 256 else (codes & 0x7F) >= code.limit
+
+
+def _patch_specials(codes: Tensor, scales: Scales, code: Code, out: Tensor, finite: bool) -> None:
+    """Refuses codes that are not finite, or gives them one bit pattern on every device: the quiet NaN of their sign."""
+    mask = _specials(codes, code)
+    at = first(mask)
+    if finite:
+        raise BadData(
+            f"code 0x{int(codes[at]):02X} of {code.name} is {code.value(int(codes[at]))}",
+            operand=0, position=scales.in_weight(at, codes.shape[1]),
+            hint="the checkpoint is damaged here: fetch the file again, or ask its publisher",
+        )  # fmt: skip
+    wanted = codes[mask]
+    number = values(code, codes.device)[wanted.long()].abs()
+    size = torch.where(number.isnan(), _QUIET_NAN[out.dtype], bits(number.to(out.dtype)))
+    signed = size | torch.where(wanted > 127, torch.iinfo(size.dtype).min, 0).to(size.dtype)
+    bits(out)[mask] = signed
+
+
+def _run_encode(tensor: Tensor, scales: Scales, code: Code, out: Tensor) -> None:
+    compiled = backend.compiled("scaled", tensor.device.type)
+    low, high = torch.aminmax(tensor)
+    special = None if bool(low.isfinite() & high.isfinite()) else ~tensor.isfinite()
+    source = tensor if special is None else torch.where(special, 0.0, tensor)
+    for matrix, factor, target, offset in _matrices(source, scales, out):
+        if compiled is None or not compiled.encode(matrix, factor.contiguous(), scales.grid, code, target, offset):
+            _encode(matrix, factor, scales.grid, code, target, offset)
+    if special is not None:
+        _encode_specials(tensor, special, code, out)
+
+
+def _encode(tensor: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> None:
+    """Plain torch: quotient, rounded to bf16, looked up; chunk by chunk of rows."""
+    table = nearest(code, tensor.device)
+    rows, columns = tensor.shape
+    divisor = torch.where(factor == 0, 1.0, factor)
+    height = max(1, CHUNK // max(columns, 1))
+    for i in range(0, rows, height):
+        which = torch.arange(i, min(i + height, rows), device=tensor.device) // grid.height
+        quotient = _by_columns(tensor[i : i + height].to(torch.float32, copy=True), divisor[which], grid.width, "div_")
+        if offset is not None:
+            _by_columns(quotient, offset[which], grid.width, "add_")
+        index = quotient.to(torch.bfloat16).view(torch.uint16).to(torch.int32)
+        picked = torch.index_select(table, 0, index.view(-1)).view(index.shape)
+        out[i : i + height].copy_(pack(picked, code, out.shape[1]))
+
+
+def pack(codes: Tensor, code: Code, width: int) -> Tensor:
+    """Codes, one a byte [R, I], as U8 [R, width]; surplus nibbles are zero bits."""
+    if code.per_byte == 1:
+        return codes
+    padded = torch.nn.functional.pad(codes, (0, 2 * width - codes.shape[-1]))
+    return padded[..., 0::2] | padded[..., 1::2] << 4
+
+
+def _encode_specials(tensor: Tensor, special: Tensor, code: Code, out: Tensor) -> None:
+    if code.bits == 4:
+        return
+    sign = torch.signbit(tensor[special]).to(torch.uint8) << 7
+    nan = torch.where(tensor[special].isnan(), 0x7F, code.limit).to(torch.uint8) | sign
+    out[special] = nan if code.hole > 255 else torch.full_like(nan, code.hole)
+
+
+def _scale_range(scales: Scales) -> tuple[float, float]:
+    """Smallest and largest magnitude of the scales; raises `BadData` for one that is not finite."""
+    size = scales.factor.abs()
+    low, high = (float(x) for x in torch.aminmax(size))
+    if not high < float("inf"):
+        at = first(~scales.factor.isfinite())
+        raise BadData(
+            f"the scale is {float(scales.factor[at])}", operand=1, position=scales.in_scale(at),
+            hint="the checkpoint is damaged here: fetch the file again, or ask its publisher",
+        )  # fmt: skip
+    return low, high
+
+
+def _refuse_overflow(out: Tensor, codes: Tensor, scales: Scales, code: Code, limit: float) -> None:
+    beyond = ~out.isfinite() & ~_specials(unpack(codes, code, out.shape[-1]), code)
+    if bool(beyond.any()):
+        at = first(beyond)
+        raise BadData(
+            f"code times scale is beyond {limit:g}, the largest {str(out.dtype).removeprefix('torch.')}",
+            operand=0, position=scales.in_weight(at, out.shape[1]), hint="choose a wider dtype",
+        )  # fmt: skip
+
+
+def _refuse_collapse(out: Tensor, codes: Tensor, scales: Scales, code: Code) -> None:
+    again = torch.zeros_like(codes)
+    _run_encode(out, scales, code, again)
+    if torch.equal(again, codes):
+        return
+    different = unpack(again, code, out.shape[-1]) != unpack(codes, code, out.shape[-1])
+    if bool(different.any()):
+        at = first(different)
+        raise BadData(
+            f"{code.name} code {int(unpack(codes, code, out.shape[-1])[at])} cannot be told from its value "
+            f"{float(out[at]):g} (scale {scales.scale_at(at):g})",
+            operand=0, position=scales.in_weight(at, out.shape[1]),
+            hint="convert without sidecar or to a wider dtype, or keep it as stored",
+        )  # fmt: skip
