@@ -67,8 +67,8 @@ class Card:
         """Name of the shard with this number."""
         return self.data["layout"]["file_name"].format(file=number, files=self.data["layout"]["files"])
 
-    def problems(self) -> list[str]:
-        """Where the card contradicts itself: copies, names, totals, dtypes, number of shards."""
+    def problems(self, tensors: list[Placed] | None = None) -> list[str]:
+        """Where the card (`tensors`: its expansion, if made already) contradicts itself: copies, names, totals, shards."""
         found = []
         for group in self.data["layout"]["groups"]:
             fields = [f for _, f, _, _ in string.Formatter().parse(group["prefix"]) if f]
@@ -77,7 +77,7 @@ class Card:
                 copies *= len(self._domain(field))
             if copies != group["copies"]:
                 found.append(f"{group['prefix']}: {group['copies']} copies, its domains make {copies}")
-        tensors = list(self.placed())
+        tensors = tensors or list(self.placed())
         names = Counter(t.name for t in tensors)
         found += [f"{name} is placed {n} times" for name, n in names.items() if n > 1][:10]
         made = {

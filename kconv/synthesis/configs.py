@@ -187,9 +187,14 @@ def linear_config(s: LinearShape) -> Json:
     }
 
 
-def small_files(s: TextShape) -> dict[str, bytes]:
-    """Generation config and a byte-level tokenizer whose ids fill the vocabulary."""
-    first, ids = s.first_special, token_ids(s)
+def generation_config(s: TextShape) -> dict[str, bytes]:
+    """generation_config.json."""
+    return {"generation_config.json": dump_json({"max_length": 1048576, "eos_token_id": token_ids(s)["eos_token_id"]})}
+
+
+def tokenizer_files(s: TextShape) -> dict[str, bytes]:
+    """A byte-level tokenizer whose ids fill the vocabulary."""
+    first = s.first_special
     specials = {first + BOS: "[BOS]", first + EOS: "[EOS]", first + END_OF_MESSAGE: "<|end_of_msg|>"}
     specials |= {s.vocab - 2: "[UNK]", s.vocab - 1: "[PAD]"}
     tokenizer = {
@@ -200,11 +205,7 @@ def small_files(s: TextShape) -> dict[str, bytes]:
         "unk_token": "[UNK]",
         "tokenizer_class": "TikTokenTokenizer",
     }
-    return {
-        "generation_config.json": dump_json({"max_length": 1048576, "eos_token_id": ids["eos_token_id"]}),
-        "tokenizer_config.json": dump_json(tokenizer),
-        "tiktoken.model": ranks(first),
-    }
+    return {"tokenizer_config.json": dump_json(tokenizer), "tiktoken.model": ranks(first)}
 
 
 def ranks(count: int) -> bytes:

@@ -30,12 +30,21 @@ FAMILIES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of checkpoint: its title, its options (a frozen dataclass of `knob`s), how it is made, and its card if any."""
+    """One kind of checkpoint.
+
+    Args:
+        title: what it is, in a line.
+        shape: its options, a frozen dataclass of `knob`s.
+        make: a shape and a seed -> the checkpoint.
+        card: the card whose layout `--full-size` lays out.
+        frame: a shape -> config and small files without tensors, for `--full-size`.
+    """
 
     title: str
     shape: type
     make: Callable[[Any, int], Synthetic]
     card: str | None = None
+    frame: Callable[[Any], Synthetic] | None = None
 
 
 def knob(default: Any, text: str, *, choices: tuple[str, ...] = (), least: int = 1) -> Any:
@@ -102,15 +111,13 @@ def _full_size(name: str, chosen: Family, options: dict[str, Any]) -> Synthetic:
     """The checkpoint of the family's card, without data: names, specs and shards are the card's, the config its shape's."""
     from kconv.cards import load_card
 
-    if chosen.card is None:
+    if chosen.card is None or chosen.frame is None:
         raise KconvError(f"{name} has no card to take its full size from", hint="leave --full-size out")
     if options:
         raise KconvError(f"--full-size takes no other option, {', '.join(options)} given", hint="leave one of them out")
     card = load_card(chosen.card)
-    if problems := card.problems():
-        raise KconvError(f"the card {card.where} contradicts itself: {'; '.join(problems)}")
     placed = list(card.placed())
-    made = chosen.make(chosen.shape(**card.data["shape"]), 0)
-    specs, shards = {t.name: t.spec for t in placed}, {t.name: t.file for t in placed}
-    files = {n: blob for n, blob in made.files.items() if n == "generation_config.json"}
-    return Synthetic(made.config, specs, shards, value=None, files=files)
+    if problems := card.problems(placed):
+        raise KconvError(f"the card {card.where} contradicts itself: {'; '.join(problems)}")
+    frame = chosen.frame(chosen.shape(**card.data["shape"]))
+    return dataclasses.replace(frame, specs={t.name: t.spec for t in placed}, shards={t.name: t.file for t in placed})

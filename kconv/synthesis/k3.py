@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kconv.adapters.k3_layout import EXPERTS, K3Layout, Row, k3_layout
 from kconv.adapters.k3_source import ROOTS, Side
 from kconv.spec import Spec, dtype_name
-from kconv.synthesis.configs import k3_config, k3_text_config, linear_config, small_files
+from kconv.synthesis.configs import generation_config, k3_config, k3_text_config, linear_config, tokenizer_files
 from kconv.synthesis.families import Family
 from kconv.synthesis.shapes import GROUP, K3Shape, LinearShape, TextShape
 from kconv.synthesis.writing import Synthetic
@@ -51,6 +51,12 @@ def make_k3(shape: K3Shape, seed: int) -> Synthetic:
     return _synthetic(shape, k3_config(shape), pieces, files, seed)
 
 
+def frame_k3(shape: K3Shape) -> Synthetic:
+    """Kimi K3's config and generation config, without tensors."""
+    shape.check()
+    return Synthetic(k3_config(shape), {}, {}, None, generation_config(shape))
+
+
 def make_linear(shape: LinearShape, seed: int) -> Synthetic:
     """A Kimi-Linear checkpoint."""
     shape.check()
@@ -74,7 +80,7 @@ def _synthetic(shape: TextShape, config: dict[str, Any], pieces: list[Piece], fi
         return draw(piece.key, piece.spec, seed)
 
     shards = {p.name: f for p, f in zip(pieces, files, strict=True)}
-    return Synthetic(config, {p.name: p.spec for p in pieces}, shards, value, small_files(shape))
+    return Synthetic(config, {p.name: p.spec for p in pieces}, shards, value, generation_config(shape) | tokenizer_files(shape))
 
 
 @dataclass
@@ -171,5 +177,5 @@ def _filled_shards(shape: LinearShape, pieces: list[Piece]) -> list[str]:
     return [f"model-{names[n]:05d}-of-{len(names):05d}.safetensors" for n in numbers]
 
 
-K3 = Family("Kimi K3: MXFP4 experts, vision tower, two-level config", K3Shape, make_k3, card="kimi-k3")
+K3 = Family("Kimi K3: MXFP4 experts, vision tower, two-level config", K3Shape, make_k3, "kimi-k3", frame_k3)
 KIMI_LINEAR = Family("Kimi-Linear: plain experts, no vision, flat config", LinearShape, make_linear)
