@@ -27,13 +27,12 @@ from kconv.preflight import check_folders, check_room, peak_bytes, stored_bytes
 from kconv.report import Meter
 from kconv.run import execute
 from kconv.slabs import Slab, streams
-from kconv.source import MANIFEST, Checkpoint, open_checkpoint
+from kconv.source import JOURNAL, MANIFEST, Checkpoint, open_checkpoint, uncollected
 from kconv.writer import FileSink, partial_path, publish, slab_checksum, sync_folder, write_file
 
 SHARD_SIZE = 5_000_000_000
 SYNC_EVERY = 4 << 30
 COPY_BLOCK = 16 << 20
-JOURNAL = ".kconv-journal"
 
 
 def default_workers() -> int:
@@ -54,7 +53,8 @@ def plan(source: Any, to: str = "native", *, follow_index: bool = False, **optio
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, follow_index=follow_index)
     asked = Options(to=to, **options)
     said = {k: v for k, v in asdict(asked).items() if v is not None}
-    return Plan(checkpoint, layouts_for(checkpoint, asked), said)
+    with uncollected():
+        return Plan(checkpoint, layouts_for(checkpoint, asked), said)
 
 
 def convert(

@@ -95,6 +95,15 @@ def pread_full(fd: int, buffer: memoryview, offset: int, path: object) -> None:
         done += got
 
 
+def _cannot_list(error: OSError) -> None:
+    raise KconvError(f"cannot list {error.filename}: {error.strerror}", hint="check its permissions and the disk") from error
+
+
+def _in_store(target: Path, root: Path) -> bool:
+    """Whether a link's target is a blob of the content store that `root` is a snapshot of."""
+    return target.parent.name == "blobs" and target.parent.parent in root.parents
+
+
 class LocalFiles:
     """Files of a folder (or one single file), read with `pread`; keeps at most `OPEN_FILES` descriptors."""
 
@@ -111,12 +120,30 @@ class LocalFiles:
         if self._single:
             beside = [n for n in ("config.json",) if (self.root / n).is_file()]
             return sorted([self._single, *beside])
-        found = []
-        for folder, folders, files in os.walk(self.root):
+        return sorted(str(path.relative_to(self.root)) for path, _ in self._walk() if path.is_file())
+
+    def folders(self) -> list[str]:
+        """Relative names of the visible folders inside."""
+        return sorted(str(path.relative_to(self.root)) for path, is_folder in self._walk() if is_folder)
+
+    def unsafe_links(self) -> list[str]:
+        """Symbolic links that lead nowhere, or out of the folder and not into a content store (as the Hub cache's do)."""
+        root, found = self.root.resolve(), []
+        links = [p for p, _ in self._walk() if p.is_symlink()] if not self._single else []
+        for path in sorted(links):
+            name, target = path.relative_to(self.root), path.resolve()
+            if not target.exists():
+                found.append(f"{name} is a link to {os.readlink(path)}, which is not there")
+            elif not target.is_relative_to(root) and not _in_store(target, root):
+                found.append(f"{name} is a link that leads out of the folder, to {os.readlink(path)}")
+        return found
+
+    def _walk(self) -> Iterator[tuple[Path, bool]]:
+        """Every visible folder and every file, with whether it is a folder; links to folders are not followed."""
+        for base, folders, files in os.walk(self.root, onerror=_cannot_list):
             folders[:] = [f for f in folders if not f.startswith(".")]
-            base = Path(folder).relative_to(self.root)
-            found += [str(base / f) for f in files if (self.root / base / f).is_file()]
-        return sorted(found)
+            yield from ((Path(base, f), True) for f in folders)
+            yield from ((Path(base, f), False) for f in files)
 
     def path(self, name: str) -> Path:
         """The local path of a file."""

@@ -2,8 +2,9 @@
 
 | checked before any data is read | refused when |
 |---|---|
+| folder | a link leads out of it or nowhere, it holds only pickle files, it is an unfinished conversion |
 | index | not JSON, names a missing file, an unsafe path, a pickle file, a tensor its shard lacks |
-| header | longer than 100 MB or than the file, not JSON, unknown dtype, a name twice |
+| header | longer than 100 MB or than the file, not JSON, unknown dtype, a name twice (`kconv.headers`) |
 | data | offsets overlap, leave holes, overrun or fall short of the file, differ from dtype x shape |
 | names | in a shard but not in the index; in two shards |
 
@@ -13,22 +14,34 @@ All problems are collected and raised once. A folder may hold several groups of 
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from kconv import headers
 from kconv.errors import KconvError, Problems
 from kconv.files import Files, open_files
 from kconv.names import folded
-from kconv.spec import BITS, Spec
+from kconv.spec import Spec
 
 GROUPS = ("model", "vision", "sidecar")
-MAX_HEADER = 100_000_000
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin.index.json")
 MANIFEST = "kconv.json"
+JOURNAL = ".kconv-journal"
+MOST_SHOWN = 20
+
+NEXT = {
+    "file": "fetch the named files again",
+    "index": "fetch the index that belongs to these shards, or remove it: the shards are then read by their own headers",
+    "path": "do not trust this index: a checkpoint's files lie in its own folder",
+    "link": "copy the file into the folder, or give the folder it leads to",
+    "twice": "--follow-index reads each tensor from the file its index names",
+    "two": "remove the file that does not belong, or write an index that says which one counts",
+    "stray": "remove the file, or the index if that is out of date",
+}
 
 
 @dataclass(slots=True)
@@ -63,9 +76,44 @@ class Checkpoint:
         return sum(entry.spec.nbytes for entry in self.entries.values())
 
     def other_files(self) -> list[str]:
-        """Names of the files that are neither weights, index, config nor manifest."""
+        """Names of the files that go along: neither weights, index, config, manifest nor pickles."""
         skip = {*self.shards, "config.json", MANIFEST, *(index_name(g) for g in GROUPS)}
-        return [n for n in self.files.names() if n not in skip and not n.endswith((".safetensors", ".safetensors.index.json"))]
+        weights = (".safetensors", ".safetensors.index.json")
+        return [n for n in self.files.names() if n not in skip and not n.endswith((*weights, *PICKLES))]
+
+
+class Faults:
+    """What is wrong with a checkpoint's files, collected with the next step of each kind, raised once."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.lines: list[str] = []
+        self.kinds: list[str] = []
+
+    def add(self, kind: str, lines: Iterable[str]) -> None:
+        """Note lines of a kind of `NEXT`."""
+        before = len(self.lines)
+        self.lines += lines
+        if len(self.lines) > before and kind not in self.kinds:
+            self.kinds.append(kind)
+
+    def raise_any(self) -> None:
+        """Raise `Problems` with everything noted so far, if anything was."""
+        if self.lines:
+            hint = "; ".join(NEXT[k] for k in self.kinds) + "; nothing was written"
+            raise Problems(f"{self.where} is not a sound checkpoint:", self.lines, hint=hint)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection inside: half a million new objects without a cycle make it search 40% of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def index_name(group: str) -> str:
@@ -79,40 +127,95 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     `follow_index` reads a tensor that lies in two shards from the one its index names, instead of refusing.
     """
     files = source if isinstance(source, Files) else open_files(source)
-    names = files.names()
-    config = _json(files, "config.json") if "config.json" in names else {}
-    problems: list[str] = []
-    indexed, metadata = _indexed(files, names, problems)
-    shards = sorted(set(indexed.values())) if indexed else _unindexed(names)
-    if not problems:
-        _refuse_pickles_only(files, names, shards)
-    _raise(files, problems)
-    entries: dict[str, Entry] = {}
-    notes: list[str] = []
-    extra: list[tuple[str, str]] = []
-    for shard in shards:
-        for name, spec, start in _shard(files, shard, problems):
-            if indexed and indexed.get(name) != shard:
-                extra.append((name, shard))
-            elif name in entries:
-                problems.append(f"{name} lies in two files: {entries[name].file} and {shard}")
-            else:
-                entries[name] = Entry(spec, shard, start)
-    _extras(extra, indexed, follow_index, problems, notes)
-    problems += [f"the index names {n} in {indexed[n]}, which lacks it" for n in folded_missing(indexed, entries)]
-    stray = [n for n in names if _is_weights(n) and n not in shards]
-    problems += [f"no index names the shard {n}; remove it or rebuild the index" for n in stray if n.startswith("model")]
-    notes += [f"{n} is no part of the checkpoint (no index names it) and is left out" for n in stray if not n.startswith("model")]
-    _raise(files, problems)
+    names, faults = files.names(), Faults(files.where)
+    _refuse_unfinished(files, names)
+    faults.add("link", unsafe_links(files))
+    faults.raise_any()
+    config = read_json(files, "config.json") if "config.json" in names else {}
+    index, metadata = _indexed(files, names, faults)
+    shards = sorted(set(index.values())) if index is not None else _unindexed(names)
+    if not shards and not faults.lines:
+        _refuse_no_weights(files, names)
+    faults.raise_any()
+    notes = _left_out(names, shards)
+    with uncollected():
+        entries = _entries(files, shards, index, faults, follow_index, notes)
+    if index is not None or shards == ["model.safetensors"]:
+        stray = [n for n in names if _is_weights(n) and n not in shards and n.startswith("model")]
+        faults.add("stray", (f"{n} lies beside {', '.join(shards[:3])}, but no index names it" for n in stray))
+    faults.raise_any()
     if not entries:
-        raise KconvError(f"{files.where} holds no tensors", hint="give the folder that holds the .safetensors files")
-    manifest = _json(files, MANIFEST) if MANIFEST in names else None
+        raise KconvError(f"{files.where} holds no tensors: the headers are empty", hint="fetch the checkpoint again")
+    manifest = read_json(files, MANIFEST) if MANIFEST in names else None
     return Checkpoint(files, config, entries, shards, metadata, manifest, notes)
 
 
-def folded_missing(indexed: dict[str, str], entries: dict[str, Entry]) -> list[str]:
-    """Names that the index has and the shards lack (the first 20)."""
-    return [n for n in indexed if n not in entries][:20]
+def _entries(files: Files, shards: list[str], index: Mapping[str, str] | None, faults: Faults,
+             follow_index: bool, notes: list[str]) -> dict[str, Entry]:  # fmt: skip
+    """Every tensor of the shards where the index places it; what does not agree with the index becomes a fault."""
+    entries: dict[str, Entry] = {}
+    unreadable: set[str] = set()
+    elsewhere: list[tuple[str, str]] = []
+    for shard in shards:
+        header = _header(files, shard, faults)
+        if header is None:
+            unreadable.add(shard)
+            continue
+        for name, spec, start in header.tensors:
+            if index is not None and index.get(name) != shard:
+                elsewhere.append((name, shard))
+            elif name in entries:
+                faults.add("two", [f"{name} lies in two files: {entries[name].file} and {shard}"])
+            else:
+                entries[name] = Entry(spec, shard, start)
+    if index is not None:
+        lacking = [n for n, shard in index.items() if n not in entries and shard not in unreadable]
+        _misplaced(index, lacking, elsewhere, faults)
+        _copies([(n, s) for n, s in elsewhere if n in entries], index, follow_index, faults, notes)
+    return entries
+
+
+def _header(files: Files, shard: str, faults: Faults) -> headers.Header | None:
+    try:
+        header = headers.read_tensors(files, shard)
+    except ValueError as e:
+        faults.add("file", [f"{shard}: {e}"])
+        return None
+    except OSError as e:
+        raise KconvError(f"cannot read {files.where}/{shard}: {e.strerror}", hint="check its permissions and the disk") from e
+    if header.problem:
+        faults.add("file", [f"{shard} {header.problem}"])
+    return header
+
+
+def _misplaced(index: Mapping[str, str], lacking: list[str], elsewhere: list[tuple[str, str]], faults: Faults) -> None:
+    """Tensors that the index places in a shard that lacks them, and tensors that it does not know."""
+    found = dict(elsewhere)
+    moved = [n for n in lacking if n in found]
+    faults.add("index", (f"the index places {n} in {index[n]}, but it lies in {found[n]}" for n in moved[:MOST_SHOWN]))
+    nowhere = [(n, index[n]) for n in lacking if n not in found]
+    faults.add("index", _by_file("the index names {} in {}, which lacks it", nowhere))
+    unknown = [(n, s) for n, s in elsewhere if n not in index]
+    faults.add("index", _by_file("the index does not name {}, which lies in {}", unknown))
+
+
+def _copies(copies: list[tuple[str, str]], index: Mapping[str, str], follow: bool, faults: Faults, notes: list[str]) -> None:
+    """Tensors that lie both where the index places them and elsewhere."""
+    if follow and copies:
+        shown = ", ".join(f"{n} in {s}" for n, s in copies[:3]) + (", ..." if len(copies) > 3 else "")
+        count = f"{len(copies)} unindexed tensor{'s' * (len(copies) > 1)}"
+        notes.append(f"{count} ignored, the index places the same names elsewhere: {shown}")
+    elif copies:
+        text = "{} lies in two files: {}, where the index places it, and {}"
+        faults.add("twice", (text.format(n, index[n], s) for n, s in copies[:MOST_SHOWN]))
+
+
+def _by_file(text: str, rows: list[tuple[str, str]]) -> list[str]:
+    """`text` for each file's names, folded."""
+    mine: dict[str, list[str]] = {}
+    for name, shard in rows:
+        mine.setdefault(shard, []).append(name)
+    return [text.format(line, shard) for shard, names in mine.items() for line in folded(names)]
 
 
 def _unindexed(names: list[str]) -> list[str]:
@@ -125,153 +228,97 @@ def _is_weights(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
-def _raise(files: Files, problems: list[str]) -> None:
-    if problems:
-        raise Problems(f"{files.where} is not a sound checkpoint:", problems, hint="nothing was written; fetch or repair it")
+def _left_out(names: list[str], shards: list[str]) -> list[str]:
+    """A note for every file that is neither part of the checkpoint nor carried along."""
+    weights = [n for n in names if n.endswith(".safetensors") and n not in shards]
+    strays = [n for n in weights if "/" in n or not n.startswith("model")]
+    notes = [f"{n} is no part of the checkpoint (no index names it) and is left out" for n in strays]
+    pickles = [n for n in names if n.endswith(PICKLES)]
+    return notes + ([f"pickle files are never opened and are left out: {', '.join(pickles)}"] if pickles else [])
 
 
-def _refuse_pickles_only(files: Files, names: list[str], shards: list[str]) -> None:
-    if shards:
-        return
+def _refuse_unfinished(files: Files, names: list[str]) -> None:
+    if JOURNAL in names:
+        raise KconvError(
+            f"{files.where} is an unfinished conversion, not a checkpoint",
+            hint="finish it with `kconv convert ... --resume`, then use the folder that appears",
+        )
+
+
+def _refuse_no_weights(files: Files, names: list[str]) -> None:
     pickles = [n for n in names if n.endswith(PICKLES)]
     if pickles:
         raise KconvError(
             f"{files.where} holds only pickle files ({', '.join(pickles[:4])}), which are never opened",
             hint="a pickle can run code; convert it to safetensors in an environment you trust",
         )
-    raise KconvError(f"{files.where} holds no .safetensors file", hint="give the folder that holds the weights")
+    folders = [n for n in _folders(files) if n.endswith(".safetensors")]
+    if folders:
+        raise KconvError(
+            f"{files.where} holds no .safetensors file: {', '.join(folders)} is a folder",
+            hint="give that folder as SOURCE, or fetch the file",
+        )
+    what = "is empty" if not names else "holds no .safetensors file"
+    raise KconvError(f"{files.where} {what}", hint="give the folder that holds the weights")
 
 
-def _json(files: Files, name: str) -> dict[str, Any]:
+def _folders(files: Files) -> list[str]:
+    """Names of the folders in a local source."""
+    return getattr(files, "folders", list)()
+
+
+def unsafe_links(files: Files) -> list[str]:
+    """What is wrong with the symbolic links of a local source: those that lead out of it or nowhere."""
+    return getattr(files, "unsafe_links", list)()
+
+
+def read_json(files: Files, name: str, *, unique: bool = False) -> dict[str, Any]:
+    """A JSON object of a source; raises KconvError where it cannot be read or is none."""
     try:
-        value = json.loads(files.read(name))
+        return headers.parse(files.read(name), f"{files.where}/{name}", unique=unique)
     except OSError as e:
-        raise KconvError(f"cannot read {files.where}/{name}: {e.strerror}", hint="check its permissions") from e
+        raise KconvError(f"cannot read {files.where}/{name}: {e.strerror}", hint="check its permissions and the disk") from e
     except ValueError as e:
-        raise KconvError(f"{files.where}/{name} is not JSON: {e}", hint="fetch the file again") from e
-    if not isinstance(value, dict):
-        raise KconvError(f"{files.where}/{name} is not a JSON object")
-    return value
+        raise KconvError(str(e), hint="fetch the file again") from None
 
 
-def _indexed(files: Files, names: list[str], problems: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The union of the groups' weight maps, checked, and the metadata of the main index."""
-    merged: dict[str, str] = {}
+def _indexed(files: Files, names: list[str], faults: Faults) -> tuple[dict[str, str] | None, dict[str, Any]]:
+    """The union of the groups' weight maps, checked (None without an index), and the metadata of the main index."""
+    merged: dict[str, str] | None = None
     metadata: dict[str, Any] = {}
     for group in GROUPS:
-        if index_name(group) not in names:
+        name = index_name(group)
+        if name not in names:
             continue
-        index = _json(files, index_name(group))
+        merged = {} if merged is None else merged
+        index = read_json(files, name, unique=True)
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            problems.append(f"{index_name(group)} has no weight_map from tensor names to file names")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+            faults.add("index", [f"{name} has no weight_map from tensor names to file names"])
             continue
-        if group == "model":
-            metadata = index.get("metadata") or {}
-        both = [n for n in weight_map if n in merged]
-        problems += [f"{n} is named by two indexes" for n in both[:20]]
-        problems += _bad_shards(files, names, index_name(group), set(weight_map.values()))
+        if group == "model" and isinstance(index.get("metadata"), dict):
+            metadata = index["metadata"]
+        faults.add("index", [f"{n} is named by two indexes, {name} is one" for n in weight_map if n in merged][:MOST_SHOWN])
+        _check_shards(files, names, name, set(weight_map.values()), faults)
         merged.update(weight_map)
     return merged, metadata
 
 
-def _bad_shards(files: Files, names: list[str], index: str, shards: Iterable[str]) -> list[str]:
-    problems, missing = [], []
+def _check_shards(files: Files, names: list[str], index: str, shards: Iterable[str], faults: Faults) -> None:
+    missing, folders = [], set(_folders(files))
     for shard in sorted(shards):
         path = PurePosixPath(shard)
-        if path.is_absolute() or "\\" in shard or len(path.parts) != 1 or shard in (".", ".."):
-            problems.append(f"{index} names the file {shard!r}: only plain names inside the folder are allowed")
+        if path.is_absolute() or "\\" in shard or "\0" in shard or len(path.parts) != 1 or shard in (".", ".."):
+            faults.add("path", [f"{index} names the file {shard!r}: only plain names inside the folder are allowed"])
         elif not shard.endswith(".safetensors"):
-            problems.append(f"{index} names {shard}, which is not a .safetensors file; pickle files are never opened")
+            faults.add("path", [f"{index} names {shard}, which is no .safetensors file; pickle files are never opened"])
+        elif shard in folders:
+            faults.add("file", [f"{index} names {shard}, which is a folder"])
         elif shard not in names:
             missing.append(shard)
-        elif _leaves(files, shard):
-            problems.append(f"{index} names {shard}, a link that leads out of the folder")
     if missing:
-        present = sum(n.endswith(".safetensors") for n in names)
-        stale = f" ({present} other .safetensors files are there: the index looks stale)" if present else ""
-        problems.append(f"{index} names missing files: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}{stale}")
-    return problems
-
-
-def _leaves(files: Files, shard: str) -> bool:
-    """Whether a local shard is a link out of its folder that is no content store's (the Hub cache links to blobs)."""
-    path = getattr(files, "path", None)
-    if path is None or not path(shard).is_symlink():
-        return False
-    target = path(shard).resolve()
-    root = path(shard).parent.resolve()
-    return not (target.is_relative_to(root) or (target.parent.name == "blobs" and target.parent.parent in root.parents))
-
-
-def _shard(files: Files, shard: str, problems: list[str]) -> list[tuple[str, Spec, int]]:
-    """Name, spec and absolute start of each tensor of a shard; appends what is wrong to `problems`."""
-    size = files.size(shard)
-    try:
-        header, base = read_header(files, shard, size)
-        found, at = [], 0
-        rows = sorted((v["data_offsets"], n) for n, v in header.items() if n != "__metadata__")
-        specs: dict[tuple, Spec] = {}
-        for (start, end), name in rows:
-            info = header[name]
-            key = (info["dtype"], *info["shape"])
-            spec = specs.setdefault(key, Spec(info["dtype"], tuple(info["shape"])))
-            if spec.dtype not in BITS:
-                raise ValueError(f"{name} has the unknown dtype {spec.dtype}")
-            if start != at or end - start != spec.nbytes:
-                raise ValueError(_offset_problem(name, spec, start, end, at))
-            at = end
-            found.append((name, spec, base + start))
-    except (ValueError, TypeError, KeyError) as e:
-        problems.append(f"{shard}: {e}")
-        return []
-    if base + at != size:
-        what = "truncated" if base + at > size else "longer than its header says"
-        problems.append(f"{shard} is {what}: {size:,} bytes on disk, {base + at:,} by its header")
-    return found
-
-
-def _offset_problem(name: str, spec: Spec, start: int, end: int, at: int) -> str:
-    if end - start != spec.nbytes:
-        return f"{name} ({spec}) needs {spec.nbytes:,} bytes, its header gives it {end - start:,}"
-    return f"{name} {'overlaps its neighbour' if start < at else 'leaves a hole'} at data offset {min(start, at):,}"
-
-
-def read_header(files: Files, shard: str, size: int) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file and the offset of its data; raises ValueError saying what is wrong."""
-    if size < 8:
-        raise ValueError(f"is {size} bytes, too short for a safetensors header")
-    (length,) = struct.unpack("<Q", files.read(shard, 0, 8))
-    if length > MAX_HEADER or length > size - 8:
-        raise ValueError(f"declares a header of {length:,} bytes in a file of {size:,}: truncated or not safetensors")
-    blob = files.read(shard, 8, length)
-    try:
-        header = json.loads(blob)
-    except ValueError as e:
-        raise ValueError(f"header is not JSON: {e}") from None
-    if not isinstance(header, dict):
-        raise ValueError("header is not a JSON object")
-    if blob.count(b'"data_offsets"') > len(header) - ("__metadata__" in header):
-        json.loads(blob, object_pairs_hook=_no_twins)
-    return header, 8 + length
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"header names {key} twice")
-        result[key] = value
-    return result
-
-
-def _extras(extra: list[tuple[str, str]], indexed: dict[str, str], follow: bool, problems: list[str], notes: list[str]) -> None:
-    """Tensors that a shard holds and the index does not place there."""
-    twins = [(n, s) for n, s in extra if n in indexed]
-    unknown = [n for n, _ in extra if n not in indexed]
-    problems += [f"the index does not name {line}" for line in folded(unknown)]
-    if twins and follow:
-        notes.append(f"{len(twins)} unindexed copies of tensors ignored, the index followed")
-    elif twins:
-        some = [f"{n} lies in two files: {indexed[n]} (by the index) and {s}" for n, s in twins[:20]]
-        problems += [*some, "--follow-index reads each tensor from the file its index names"]
+        others = [n for n in names if _is_weights(n) and n not in shards]
+        stale = f"; other .safetensors files are ({', '.join(others[:3])}): the index looks stale" if others else ""
+        shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+        what = "a file that is" if len(missing) == 1 else f"{len(missing)} files that are"
+        faults.add("index" if others else "file", [f"{index} names {what} not there: {shown}{stale}"])
