@@ -10,13 +10,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from kconv.errors import BadData, KconvError
 from kconv.kernels import scaled
 from kconv.kernels.codes import CODES, Code
-from kconv.kernels.common import first, lend
+from kconv.kernels.common import bits, first, lend
 from kconv.kernels.geometry import Grid
 from kconv.kernels.scaled import Scales
 
@@ -57,9 +59,10 @@ def encode_with_scale(tensor: Tensor, scale: Tensor, out: Tensor | None = None, 
 
 
 def quantize(tensor: Tensor, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Packed words and scales nearest to values [O, I]; without loss where a scale max |value| / k (k = 7..1, 8) allows it.
+    """Packed words and scales nearest to values [O, I]; without loss where a scale near max |value| / k allows it.
 
-    Otherwise the scale is max |value| / 7. Raises `BadData` for NaN and infinity.
+    k is tried from 7 down to 1, then 8, each with the two neighbours of the quotient in `scale_dtype`. Otherwise the
+    scale is max |value| / 7. Raises `BadData` for NaN and infinity.
     """
     rows, columns = tensor.shape
     grouped = tensor.float().reshape(rows, -1, group or columns)
@@ -69,8 +72,9 @@ def quantize(tensor: Tensor, group: int, scale_dtype: torch.dtype) -> tuple[Tens
     top = grouped.abs().amax(-1)
     scale = torch.where(top > 0, top / 7, 1.0).to(scale_dtype)
     lossless = torch.zeros_like(top, dtype=torch.bool)
-    for k in (7, 6, 5, 4, 3, 2, 1, 8):
+    for k, step in itertools.product((7, 6, 5, 4, 3, 2, 1, 8), (0, 1, -1)):
         trial = torch.where(top > 0, top / k, 1.0).to(scale_dtype)
+        trial = (bits(trial) + step).view(scale_dtype)
         number = (grouped / trial.float().unsqueeze(-1)).round().clamp(-8, 7)
         fits = ((number * trial.float().unsqueeze(-1)).to(tensor.dtype) == grouped.to(tensor.dtype)).all(-1)
         scale = torch.where(fits & ~lossless, trial, scale)
@@ -95,7 +99,7 @@ def unpack_zero(zero: Tensor, rows: int, groups: int) -> Tensor:
     """Zero points -8..7 of every row and group, int8 [rows, groups], from I32 [ceil(rows/8), groups]."""
     if zero.dtype != torch.int32 or tuple(zero.shape) != (-(-rows // 8), groups):
         raise KconvError(f"zero points {zero.dtype} {list(zero.shape)} are not I32 {[-(-rows // 8), groups]}")
-    byte = zero.t().contiguous().view(torch.uint8)
+    byte = zero.t().clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return (scaled.unpack(byte, INT4, rows).to(torch.int8) - 8).t()
 
 

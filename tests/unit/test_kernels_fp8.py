@@ -246,7 +246,7 @@ def test_quantize_is_nearest_within_its_scale(name, layout):
     table = table[table.isfinite()]
     unit = spread(scale, shape, block)
     best = (values[..., None] / unit[..., None] - table).abs().min(-1).values
-    assert torch.allclose(((values - decoded) / unit).abs(), best, atol=table.max() * 1e-6, rtol=1e-3)
+    assert torch.allclose(((values - decoded) / unit).abs(), best, atol=float(table.max()) * 1e-6, rtol=1e-3)
 
 
 def test_quantize_is_lossless_where_powers_of_two_allow_it():
