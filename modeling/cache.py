@@ -141,6 +141,8 @@ def removal(tokens_to_remove: int) -> int:
 class KimiK3Cache(Cache):
     """Cache of a whole model, in the interface that Transformers' generation uses."""
 
+    layers: list[Any]
+
     def __init__(self, config: KimiK3TextConfig) -> None:
         layers: list[Any] = [MLACacheLayer() if kind == "mla" else KDACacheLayer() for kind in config.layer_kinds]
         super().__init__(layers=layers)

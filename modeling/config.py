@@ -1,11 +1,12 @@
 """Configuration of the native text models: Kimi K3, Kimi-Linear, pruned and dense relatives.
 
-The keys are those of the published `text_config`, so a native `config.json` is that block, lifted and cleaned, with three of ours:
+The keys are those of the published `text_config`: a native `config.json` is that block, lifted and cleaned, with three of ours.
+
 
 | key | meaning |
 |---|---|
 | `experts_format` | `packed`: routed experts are MXFP4 codes and scales; `bf16`: plain matrices in the model's dtype |
-| `num_experts_per_layer` | experts of each layer where pruning left unequal counts (null for dense layers); otherwise null |
+| `num_experts_per_layer` | experts of each layer where pruning left unequal counts (null for dense layers), else null |
 | `mla_norm_eps` | eps of MLA's q_a and kv_a norms; the reference takes its class default, 1e-6, not `rms_norm_eps` |
 
 Layer numbers in `linear_attn_config` are 1-based, as published; `layer_kinds` is the 0-based form everything else uses.
@@ -27,7 +28,8 @@ def default_linear_attn_config(num_layers: int) -> Json:
     mla = sorted({*range(4, num_layers + 1, 4), num_layers})
     return {
         "full_attn_layers": mla, "kda_layers": [n for n in range(1, num_layers + 1) if n not in mla],
-        "num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": True,
+        "num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0,
+        "use_full_rank_gate": True,
     }  # fmt: skip
 
 
@@ -90,7 +92,7 @@ class KimiK3TextConfig(PretrainedConfig):
 
     @classmethod
     def from_k3(cls, config: Any, *, experts_format: str | None = None) -> KimiK3TextConfig:
-        """Native config of a published one: a multimodal or text config, a Kimi-Linear one, as a dict or a PretrainedConfig.
+        """Native config of a published one: multimodal, text or Kimi-Linear, as a dict or a PretrainedConfig.
 
         `experts_format` overrides what the source's quantisation says (`packed` for MXFP4, otherwise `bf16`).
         """

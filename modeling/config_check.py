@@ -35,9 +35,7 @@ def check(config: KimiK3TextConfig) -> None:
 
 
 def _ranges(c: KimiK3TextConfig) -> list[str]:
-    found = [
-        f"{n} = {getattr(c, n)!r} must be a positive whole number" for n in POSITIVE if not _positive(getattr(c, n))
-    ]
+    found = [f"{n} = {getattr(c, n)!r} must be a positive whole number" for n in POSITIVE if not _positive(getattr(c, n))]
     found += [
         f"{n} = {v!r} must be null or a positive whole number"
         for n in POSITIVE_OR_NONE if (v := getattr(c, n)) is not None and not _positive(v)
@@ -47,9 +45,7 @@ def _ranges(c: KimiK3TextConfig) -> list[str]:
         for n in LINEAR_POSITIVE
         if not _positive(c.linear.get(n))
     ]
-    found += [
-        f"{n} = {getattr(c, n)!r} must be above 0" for n in ("rms_norm_eps", "mla_norm_eps") if not getattr(c, n) > 0
-    ]
+    found += [f"{n} = {getattr(c, n)!r} must be above 0" for n in ("rms_norm_eps", "mla_norm_eps") if not getattr(c, n) > 0]
     if c.hidden_act not in ACTIVATIONS:
         found.append(f"hidden_act = {c.hidden_act!r} must be one of {', '.join(ACTIVATIONS)}")
     bound = c.linear.get("gate_lower_bound")
@@ -83,16 +79,11 @@ def _attention(c: KimiK3TextConfig) -> list[str]:
     found = []
     if not c.mla_use_nope:
         found.append(
-            "mla_use_nope is false: this family's shared key dimensions are never rotated; rotary MLA is another architecture"
+            "mla_use_nope is false: this family never rotates its shared key dimensions; rotary MLA is another architecture"
         )
-    if (
-        _positive(c.num_attention_heads)
-        and _positive(c.num_key_value_heads)
-        and c.num_attention_heads % c.num_key_value_heads
-    ):
-        found.append(
-            f"num_attention_heads {c.num_attention_heads} is no multiple of num_key_value_heads {c.num_key_value_heads}"
-        )
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    if kv_heads is not None and _positive(heads) and _positive(kv_heads) and heads % kv_heads:
+        found.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if c.qk_rope_head_dim < 0:
         found.append(f"qk_rope_head_dim = {c.qk_rope_head_dim} must not be negative")
     return found
@@ -103,24 +94,16 @@ def _experts(c: KimiK3TextConfig) -> list[str]:
     per_layer = c.num_experts_per_layer
     if per_layer is not None and len(per_layer) != c.num_hidden_layers:
         return [f"num_experts_per_layer has {len(per_layer)} entries for {c.num_hidden_layers} layers"]
-    sparse = [
-        layer
-        for layer in range(c.num_hidden_layers)
-        if layer >= c.first_k_dense_replace and layer % c.moe_layer_freq == 0
-    ]
+    sparse = [layer for layer in range(c.num_hidden_layers) if layer >= c.first_k_dense_replace and layer % c.moe_layer_freq == 0]
     counts = {layer: c.experts_of(layer) for layer in sparse}
     if few := {layer: n for layer, n in counts.items() if n < c.num_experts_per_token}:
-        found.append(
-            f"layers with fewer experts than num_experts_per_token {c.num_experts_per_token} (layer: experts): {few}"
-        )
+        found.append(f"layers with fewer experts than num_experts_per_token {c.num_experts_per_token} (layer: experts): {few}")
     if uneven := {layer: n for layer, n in counts.items() if n % c.num_expert_group}:
         found.append(f"layers whose experts do not divide into {c.num_expert_group} groups (layer: experts): {uneven}")
     if c.topk_group > c.num_expert_group:
         found.append(f"topk_group {c.topk_group} exceeds num_expert_group {c.num_expert_group}")
     if c.moe_router_activation_func not in ROUTERS:
-        found.append(
-            f"moe_router_activation_func = {c.moe_router_activation_func!r} must be one of {', '.join(ROUTERS)}"
-        )
+        found.append(f"moe_router_activation_func = {c.moe_router_activation_func!r} must be one of {', '.join(ROUTERS)}")
     if c.experts_format not in FORMATS:
         found.append(f"experts_format = {c.experts_format!r} must be one of {', '.join(FORMATS)}")
     widths = {
@@ -128,7 +111,5 @@ def _experts(c: KimiK3TextConfig) -> list[str]:
         "expert width": c.routed_expert_hidden_size or c.hidden_size,
     }
     if c.experts_format == "packed":
-        found += [
-            f"{n} {w} is no multiple of {GROUP}, which packed MXFP4 needs" for n, w in widths.items() if w % GROUP
-        ]
+        found += [f"{n} {w} is no multiple of {GROUP}, which packed MXFP4 needs" for n, w in widths.items() if w % GROUP]
     return found

@@ -3,10 +3,12 @@
 | rule | where it comes from |
 |---|---|
 | widen to *at least* fp32, never *to* fp32 | a model loaded in float64 then computes in float64 from end to end |
-| some parameters are never narrower than fp32 | `A_log`, `dt_bias`, `*_conv1d`, `o_norm`, `e_score_correction_bias` are F32 in the checkpoint |
+| five kinds of parameter are never narrower than fp32 | they are F32 in the checkpoint |
 
-`Fp32Parameters` keeps the second rule by construction: parameters are created wide whatever the default dtype is (which
-is how `from_pretrained(dtype=...)` decides), module casts skip them, and `load_state_dict(assign=True)` widens what it is given.
+The five are `A_log`, `dt_bias`, `*_conv1d`, `o_norm` and `e_score_correction_bias`. `Fp32Parameters` keeps them wide by
+construction: they are created wide whatever the default dtype is (which is how `from_pretrained(dtype=...)` decides),
+module casts skip them, and `load_state_dict(assign=True)` widens what it is given. Under `torch.autocast` the router and
+the KDA recurrence keep the first rule, see `no_autocast`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def widen(x: torch.Tensor) -> torch.Tensor:
     """`x` in at least fp32; the same tensor when it is wide already."""
     return x if x.dtype in WIDE else x.float()
+
+
+def no_autocast(x: torch.Tensor) -> torch.autocast:
+    """Context in which products of wide tensors stay wide: `torch.autocast` would narrow them to its own dtype."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def wide_parameter(*shape: int) -> nn.Parameter:

@@ -2,12 +2,12 @@
 
 | format | parameters | memory at K3's size, 92 layers |
 |---|---|---|
-| bf16 | `gate_up_proj` [E, 2 * inter, width] (gate = w1 first, then up = w3), `down_proj` [E, width, inter] | 5.45 TB |
-| packed | `gate_up_proj_packed` U8 [E, 2 * inter, width / 2], `gate_up_proj_scale` U8 [E, 2 * inter, width / 32], `down_proj_*` alike | 1.45 TB |
+| bf16 | `gate_up_proj` [E, 2 * inter, width] (gate = w1, then up = w3), `down_proj` [E, width, inter] | 5.45 TB |
+| packed | `*_packed` U8 [E, out, in / 2] and `*_scale` U8 [E, out, in / 32] of the same two | 1.45 TB |
 
 Tokens are sorted by expert. Each active expert is then one matrix product (the reference's order of operations, exact
-everywhere), or all of them are one `torch._grouped_mm` (bf16 on CUDA). Packed experts are decoded as they are used and never
-all at once; their gradient flows to the input only. Results are weighted and summed over the top-k in at least fp32.
+everywhere), or all of them are one `torch._grouped_mm` (bf16 on CUDA). Packed experts are decoded as they are used,
+never all at once; gradients flow to the input only. Results are weighted and summed over the top-k in at least fp32.
 """
 
 from __future__ import annotations
@@ -76,10 +76,32 @@ class KimiExperts(nn.Module):
 
     def _run(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """All experts over rows sorted by expert, `counts` [experts] rows each."""
-        if self.grouped and x.is_cuda and x.dtype == torch.bfloat16:
-            return self._run_grouped(x, counts)
+        if self.grouped and _can_group(x, self.inter):
+            if not self.packed:
+                return _grouped(x, counts, *self._matrices(slice(None), x.dtype), self.act)
+            if not (x.requires_grad and torch.is_grad_enabled()):
+                return self._run_some_at_once(x, counts)
         parts = [self._run_one(x[a:b], e) for e, a, b in _active(counts)]
         return torch.cat(parts) if parts else x
+
+    def _run_some_at_once(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        active, parts = list(_active(counts)), []
+        for i in range(0, len(active), DECODE_AT_ONCE):
+            now = active[i : i + DECODE_AT_ONCE]
+            chosen = torch.tensor([e for e, _, _ in now], device=x.device)
+            rows = x[now[0][1] : now[-1][2]]
+            parts.append(_grouped(rows, counts[chosen], *self._matrices(chosen, x.dtype), self.act))
+        return torch.cat(parts) if parts else x
+
+    def _matrices(self, chosen: torch.Tensor | slice, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`gate_up_proj` and `down_proj` of some experts, decoded where they are packed."""
+        if not self.packed:
+            return self.get_parameter("gate_up_proj")[chosen], self.get_parameter("down_proj")[chosen]
+        gate_up, down = (
+            decode(self.get_parameter(f"{n}_packed")[chosen], self.get_parameter(f"{n}_scale")[chosen], dtype, check=False)
+            for n in ("gate_up_proj", "down_proj")
+        )
+        return gate_up, down
 
     def _run_one(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         gate, up = self._linear(x, "gate_up_proj", expert).chunk(2, dim=-1)
@@ -87,33 +109,23 @@ class KimiExperts(nn.Module):
 
     def _linear(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
         if not self.packed:
-            return F.linear(x, getattr(self, name)[expert])
-        return PackedLinear.apply(x, getattr(self, f"{name}_packed")[expert], getattr(self, f"{name}_scale")[expert])
+            return F.linear(x, self.get_parameter(name)[expert])
+        return PackedLinear.apply(x, self.get_parameter(f"{name}_packed")[expert], self.get_parameter(f"{name}_scale")[expert])
 
-    def _run_grouped(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        if not self.packed:
-            return self._grouped(x, counts, self.gate_up_proj, self.down_proj)
-        if x.requires_grad:
-            parts = [self._run_one(x[a:b], e) for e, a, b in _active(counts)]
-            return torch.cat(parts) if parts else x
-        active = list(_active(counts))
-        parts = []
-        for i in range(0, len(active), DECODE_AT_ONCE):
-            now = active[i : i + DECODE_AT_ONCE]
-            chosen = torch.tensor([e for e, _, _ in now], device=x.device)
-            matrices = [
-                decode(getattr(self, f"{n}_packed")[chosen], getattr(self, f"{n}_scale")[chosen], x.dtype, check=False)
-                for n in ("gate_up_proj", "down_proj")
-            ]
-            parts.append(self._grouped(x[now[0][1] : now[-1][2]], counts[chosen], *matrices))
-        return torch.cat(parts) if parts else x
 
-    def _grouped(
-        self, x: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-    ) -> torch.Tensor:
-        ends = counts.cumsum(0).to(torch.int32)
-        gate, up = torch._grouped_mm(x, gate_up.transpose(-1, -2), offs=ends).chunk(2, dim=-1)
-        return torch._grouped_mm(self.act(gate, up), down.transpose(-1, -2), offs=ends)
+def _can_group(x: torch.Tensor, inter: int) -> bool:
+    """Whether `torch._grouped_mm` takes these rows: bf16 on CUDA, rows of whole 16-byte units."""
+    aligned = x.shape[-1] % 8 == 0 and inter % 8 == 0
+    return hasattr(torch, "_grouped_mm") and x.is_cuda and x.dtype == torch.bfloat16 and aligned
+
+
+def _grouped(
+    x: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, act: GatedActivation
+) -> torch.Tensor:
+    """Experts over rows sorted by expert as two grouped products; `counts` rows for each of the matrices."""
+    ends = counts.cumsum(0).to(torch.int32)
+    gate, up = torch._grouped_mm(x, gate_up.transpose(-1, -2), offs=ends).chunk(2, dim=-1)
+    return torch._grouped_mm(act(gate, up).contiguous(), down.transpose(-1, -2), offs=ends)
 
 
 def _active(counts: torch.Tensor) -> Iterator[tuple[int, int, int]]:

@@ -8,8 +8,8 @@
 | 0.5.1 | yes | yes | yes | fla.modules.conv, fla.modules.convolution |
 | 0.6.0 | yes | yes | yes | fla.modules.causal_conv1d |
 
-(Read off the signatures of the released wheels.) What a kernel's signature lacks is computed here in torch: unknown keywords
-would vanish in its `**kwargs`. States are [sequences, heads, K, V], the layout that needs no flag in any version.
+(Read off the signatures of the released wheels.) What a kernel's signature lacks is computed here in torch: unknown
+keywords would vanish in its `**kwargs`. States are [sequences, heads, K, V], which needs no flag in any version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kconv.modeling.kda_ops import log_decay
+from kconv.modeling.kda_ops import Delta, Gate
 from kconv.modeling.segments import Segments
 
 CONV_MODULES = ("fla.modules.causal_conv1d", "fla.modules.conv", "fla.modules.convolution")
@@ -58,40 +58,38 @@ def _conv() -> Callable[..., Any]:
 
 
 def delta_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor,
-    a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None,
-    state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, chunk: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """KDA by fla: q, k, v, z [B, T, H, .] raw, `beta` [B, T, H] logits; returns o and the final state [sequences, H, K, V].
+    raw: Delta, gate: Gate, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, chunk: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KDA by fla over `raw` [B, T, H, .], whose g is the gate's projection and whose beta are logits.
 
-    `chunk` picks the chunk kernel (prefill, training), otherwise the recurrent one, which has no backward pass.
+    `chunk` picks the chunk kernel (prefill, training), otherwise the recurrent one, which has no backward pass. Returns o
+    and the states [sequences, H, K, V].
     """
     function, has = _kernel("chunk_kda" if chunk else "fused_recurrent_kda")
     options: dict[str, Any] = {}
     if {"use_gate_in_kernel", "lower_bound"} <= has:
-        options |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+        options |= {"use_gate_in_kernel": True, **gate._asdict()}
+        options["A_log"] = options.pop("a_log")
         if chunk:
-            options["safe_gate"] = lower_bound is not None
-        g = z
+            options["safe_gate"] = gate.lower_bound is not None
     else:
-        g = log_decay(z, a_log, dt_bias, lower_bound)
+        raw = raw._replace(g=gate.log_decay(raw.g))
     if "use_beta_sigmoid_in_kernel" in has:
         options["use_beta_sigmoid_in_kernel"] = True
     else:
-        beta = beta.float().sigmoid()
-    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    tensors = {name: t.contiguous() for name, t in tensors.items()}
-    o, final = function(
-        **tensors, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(), **options,
-    )  # fmt: skip
-    return o, final
+        raw = raw._replace(beta=raw.beta.float().sigmoid())
+    return function(
+        **{name: t.contiguous() for name, t in raw._asdict().items()},
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+        **options,
+    )
 
 
-def short_conv(
-    x: torch.Tensor, weight: torch.Tensor, segments: Segments | None, state: torch.Tensor | None
-) -> torch.Tensor:
-    """Causal depthwise convolution and SiLU by fla; `weight` [channels, 1, width], `state` [sequences, width - 1, channels]."""
+def short_conv(x: torch.Tensor, weight: torch.Tensor, segments: Segments | None, state: torch.Tensor | None) -> torch.Tensor:
+    """Causal depthwise convolution, then SiLU; `weight` [channels, 1, width], `state` [sequences, width - 1, channels]."""
     initial = None
     if state is not None:
         # fla's state has `width` columns of which the first is never read.

@@ -3,10 +3,10 @@
 | part | computation | parameters (K3 sizes) |
 |---|---|---|
 | q, k, v | silu(causal conv of width 4 (proj(x))) | `q/k/v_proj` [12288, 7168], `q/k/v_conv1d` [12288, 1, 4] fp32 |
-| decay | of z = f_b(f_a(x)), see `kda_ops.log_decay` | `f_a_proj`, `f_b_proj`, `A_log` [96] fp32, `dt_bias` [12288] fp32 |
+| decay | of f_b(f_a(x)), see `kda_ops.Gate` | `f_a_proj`, `f_b_proj`, `A_log` [96] fp32, `dt_bias` [12288] fp32 |
 | strength | sigmoid(b_proj(x)) | `b_proj` [96, 7168] |
 | state | fp32 or wider [96, 128, 128] per sequence | |
-| output | o_proj(o_norm(o, gate)), gate of full rank or through head_dim | `g_proj`, or `g_a_proj` and `g_b_proj`; `o_norm` fp32 |
+| output | o_proj(o_norm(o, gate)), gate of full or low rank | `g_proj`, or `g_a_proj`, `g_b_proj`; `o_norm` fp32 |
 
 CUDA runs fla's kernels where fla is installed, everything else the plain torch forms; `backend` forces one of them.
 """
@@ -23,7 +23,7 @@ from torch import nn
 
 from kconv.errors import EnvironmentLacks
 from kconv.modeling import fla_kernels, kda_ops
-from kconv.modeling.cache import KDACacheLayer
+from kconv.modeling.cache import KDACacheLayer, States
 from kconv.modeling.config import KimiK3TextConfig
 from kconv.modeling.dtypes import Fp32Parameters, wide_parameter, widen
 from kconv.modeling.norm import KimiGatedRMSNorm
@@ -35,7 +35,7 @@ RECURRENT_UP_TO = 8  # tokens; a decoding step is cheaper token by token
 
 @dataclass(frozen=True)
 class KDAInputs:
-    """What the recurrence reads, before the convolutions: q, k, v [B, T, H * D], z [B, T, H * D], beta logits [B, T, H]."""
+    """What the recurrence reads, before the convolutions: q, k, v, z [B, T, H * D] and beta logits [B, T, H]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -55,15 +55,14 @@ class KimiDeltaAttention(Fp32Parameters):
 
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__()
-        linear = config.linear_attn_config
+        linear = config.linear
         self.heads, self.head_dim = linear["num_heads"], linear["head_dim"]
         self.lower_bound: float | None = linear.get("gate_lower_bound")
         self.backend: Literal["auto", "torch", "fla"] = "auto"
         hidden, width = config.hidden_size, self.heads * self.head_dim
         taps = linear["short_conv_kernel_size"]
-        for name in "qkv":
-            setattr(self, f"{name}_proj", nn.Linear(hidden, width, bias=False))
-            setattr(self, f"{name}_conv1d", ShortConvolution(width, taps))
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, width, bias=False) for _ in "qkv")
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ShortConvolution(width, taps) for _ in "qkv")
         self.f_a_proj = nn.Linear(hidden, self.head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.head_dim, width, bias=False)
         self.b_proj = nn.Linear(hidden, self.heads, bias=False)
@@ -78,9 +77,7 @@ class KimiDeltaAttention(Fp32Parameters):
         self.o_norm = KimiGatedRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(width, hidden, bias=False)
 
-    def forward(
-        self, x: torch.Tensor, segments: Segments | None = None, cache: KDACacheLayer | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, segments: Segments | None = None, cache: KDACacheLayer | None = None) -> torch.Tensor:
         """[batch, length, hidden] -> the same; with a cache, `segments` must hold one sequence a row."""
         packed = x if segments is None else segments.pack(x)
         inputs = KDAInputs(
@@ -90,7 +87,7 @@ class KimiDeltaAttention(Fp32Parameters):
             self.f_b_proj(self.f_a_proj(packed)),
             self.b_proj(packed),
         )
-        before = (None, None) if cache is None else (cache.conv, cache.state)
+        before: States = (None, None) if cache is None else (cache.conv, cache.state)
         o, conv, state = self.recur(inputs, segments, *before)
         if cache is not None:
             cache.store(conv, state, x.shape[1], self._replay(inputs, segments, before))
@@ -102,39 +99,31 @@ class KimiDeltaAttention(Fp32Parameters):
     def recur(
         self, inputs: KDAInputs, segments: Segments | None, conv: torch.Tensor | None, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Convolutions and recurrence from a state; returns o [B, T, H, V], conv state [S, 3, W - 1, H * D], state [S, H, K, V]."""
+        """Convolutions and recurrence; returns o [B, T, H, V], conv state [S, 3, W - 1, H * D] and state [S, H, K, V]."""
         use_fla = self._use_fla(inputs.q)
-        mixed, tails = [], []
-        for i, name in enumerate("qkv"):
-            convolve = getattr(self, f"{name}_conv1d")
-            y, tail = convolve(getattr(inputs, name), segments, None if conv is None else conv[:, i], use_fla)
-            mixed.append(y.unflatten(-1, (self.heads, self.head_dim)))
+        heads, tails = [], []
+        for i, convolve in enumerate((self.q_conv1d, self.k_conv1d, self.v_conv1d)):
+            y, tail = convolve((inputs.q, inputs.k, inputs.v)[i], segments, None if conv is None else conv[:, i], use_fla)
+            heads.append(y.unflatten(-1, (self.heads, self.head_dim)))
             tails.append(tail)
         z = inputs.z.unflatten(-1, (self.heads, self.head_dim))
+        raw = kda_ops.Delta(heads[0], heads[1], heads[2], z, inputs.beta)
         short = segments is None and inputs.q.shape[1] <= RECURRENT_UP_TO and not torch.is_grad_enabled()
+        gate = kda_ops.Gate(self.A_log, self.dt_bias, self.lower_bound)
         if use_fla:
             cu = None if segments is None else segments.cu_seqlens
-            o, final = fla_kernels.delta_attention(
-                *mixed, z, inputs.beta, self.A_log, self.dt_bias, self.lower_bound, state, cu, chunk=not short
-            )
+            o, final = fla_kernels.delta_attention(raw, gate, state, cu, chunk=not short)
         else:
-            g = kda_ops.log_decay(z, self.A_log, self.dt_bias, self.lower_bound)
+            x = raw._replace(g=gate.log_decay(z), beta=widen(inputs.beta).sigmoid())
             bounds = None if segments is None else segments.bounds
-            beta = widen(inputs.beta).sigmoid()
-            o, final = kda_ops.delta_attention(*mixed, g, beta, state, bounds, RECURRENT_UP_TO if short else 0)
+            o, final = kda_ops.delta_attention(x, state, bounds, RECURRENT_UP_TO if short else 0)
         return o, torch.stack(tails, dim=1), final
 
-    def _replay(
-        self, inputs: KDAInputs, segments: Segments | None, before: tuple[torch.Tensor | None, torch.Tensor | None]
-    ) -> Callable[[int], tuple[torch.Tensor | None, torch.Tensor | None]] | None:
+    def _replay(self, inputs: KDAInputs, segments: Segments | None, before: States) -> Callable[[int], States] | None:
         """How to get the states after only the first tokens of this call; None where rows are not aligned."""
-        if segments is not None:
-            return None
-        return partial(self._states_after, inputs, before)
+        return None if segments is not None else partial(self._states_after, inputs, before)
 
-    def _states_after(
-        self, inputs: KDAInputs, before: tuple[torch.Tensor | None, torch.Tensor | None], count: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _states_after(self, inputs: KDAInputs, before: States, count: int) -> States:
         return before if count == 0 else self.recur(inputs.first(count), None, *before)[1:]
 
     def _use_fla(self, x: torch.Tensor) -> bool:

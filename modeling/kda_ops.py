@@ -10,34 +10,43 @@ Chunk form (the delta rule's WY representation with a decay per channel): with G
     O = (Q e^G) S0 + P U,               P[t, j] = sum_d q_t k_j e^(G_t - G_j) for j <= t
     S = e^(G_end) S0 + (K e^(G_end - G))^T U
 
-so that only one step a chunk is sequential. Every exponent is a sum of decays, hence <= 0: nothing overflows, whatever the gate.
+so that only one step a chunk is sequential. Every exponent is a sum of decays, hence <= 0: no gate can overflow it.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from kconv.modeling.dtypes import wide, widen
+from kconv.modeling.dtypes import no_autocast, wide, widen
 
 CHUNK, BLOCK = 64, 16
 QK_EPS = 1e-6
 
 
-def log_decay(z: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
-    """Log decay of each channel from the gate projection `z` [..., heads, dim]; `a_log` [heads], `dt_bias` [heads * dim].
+class Gate(NamedTuple):
+    """The decay's parameters: `a_log` [heads], `dt_bias` [heads * dim], and a lower bound of the log decay (K3: -5)."""
 
-    `lower_bound * sigmoid(exp(a_log) * (z + dt_bias))` with a lower bound (Kimi K3: -5), else
-    `-exp(a_log) * softplus(z + dt_bias)` (Kimi-Linear).
-    """
-    heads, dim = z.shape[-2:]
-    rate = widen(a_log).exp().view(heads, 1)
-    z = widen(z) + widen(dt_bias).view(heads, dim)
-    if lower_bound is not None:
-        return lower_bound * torch.sigmoid(rate * z)
-    return -rate * F.softplus(z)
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    lower_bound: float | None
+
+    def log_decay(self, z: torch.Tensor) -> torch.Tensor:
+        """Log decay of each channel from the gate projection `z` [..., heads, dim], in at least fp32.
+
+        `lower_bound * sigmoid(exp(a_log) * (z + dt_bias))` with a lower bound (Kimi K3), else
+        `-exp(a_log) * softplus(z + dt_bias)` (Kimi-Linear).
+        """
+        heads, dim = z.shape[-2:]
+        rate = widen(self.a_log).exp().view(heads, 1)
+        z = widen(z) + widen(self.dt_bias).view(heads, dim)
+        if self.lower_bound is not None:
+            return self.lower_bound * torch.sigmoid(rate * z)
+        return -rate * F.softplus(z)
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -46,10 +55,25 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + QK_EPS)
 
 
-def recurrent(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token: q, k, g [B, T, H, K], v [B, T, H, V], beta [B, T, H], state [B, H, K, V]; returns o, state."""
+class Delta(NamedTuple):
+    """What the recurrence reads: q, k and log decay g [B, T, H, K], v [B, T, H, V], strength beta [B, T, H] in (0, 1)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    def prepared(self) -> Delta:
+        """q and k of unit length, q scaled by K^-0.5, everything in one dtype of at least fp32."""
+        dtype = wide(torch.promote_types(self.v.dtype, self.g.dtype))
+        q = unit(self.q) * self.q.shape[-1] ** -0.5
+        return Delta(*(x.to(dtype) for x in (q, unit(self.k), self.v, self.g, self.beta)))
+
+
+def recurrent(x: Delta, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token over prepared `x` from state [B, H, K, V]; returns o [B, T, H, V] and the state after it."""
+    q, k, v, g, beta = x
     outputs = []
     for t in range(q.shape[1]):
         state = state * g[:, t].exp()[..., None]
@@ -74,7 +98,7 @@ class ChunkPlan:
     @classmethod
     def of(cls, bounds: list[int], device: torch.device) -> ChunkPlan:
         """Plan for the sequences between `bounds` of a flat row."""
-        lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(bounds)]
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         starts, ends, steps = [], [], []
         for offset in range(0, max(lengths, default=0), CHUNK):
@@ -88,17 +112,14 @@ class ChunkPlan:
         return cls(tokens, steps, torch.tensor(order, dtype=torch.long, device=device))
 
 
-def chunked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
-    bounds: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Chunk form over a flat row of sequences: q, k, g [N, H, K], v [N, H, V], beta [N, H], state [sequences, H, K, V].
+def chunked(x: Delta, state: torch.Tensor, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chunk form over prepared `x` of one flat row, [N, H, .], cut at `bounds` into sequences; state [sequences, H, K, V].
 
     Returns o [N, H, V] and the final states. Exact up to rounding; differentiable; any gate.
     """
-    plan = ChunkPlan.of(bounds, q.device)
+    plan = ChunkPlan.of(bounds, x.q.device)
     valid = plan.tokens >= 0
-    q, k, v, g, beta = (_to_chunks(x, plan.tokens, valid) for x in (q, k, v, g, beta[..., None]))
+    q, k, v, g, beta = (_to_chunks(t, plan.tokens, valid) for t in x._replace(beta=x.beta[..., None]))
     total = _running_sum(g)
     scores_kk, scores_qk = _decayed_scores((k, q), k, total)
     lower = torch.tril(scores_kk * beta, -1)
@@ -154,8 +175,8 @@ def _exp(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _decayed_scores(rows: tuple[torch.Tensor, ...], k: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
     """For each x in `rows`: sum_d x[t] k[j] e^(total[t] - total[j]) for j <= t, as [chunks, H, CHUNK, CHUNK].
 
-    Between blocks of 16 the exponent is split at the start of t's block, which lies between j and t, so both factors stay
-    <= 1 and a matrix product does the work. Inside a block the differences are taken pair by pair, a column at a time.
+    Between blocks of 16 the exponent is split at the start of t's block, which lies between j and t: both factors stay
+    <= 1 and a matrix product does the work. Inside a block differences are taken pair by pair, a column at a time.
     """
     shape = (*k.shape[:2], CHUNK // BLOCK, BLOCK, k.shape[-1])
     blocks, sums = k.view(shape), total.view(shape)
@@ -181,23 +202,22 @@ def _column(x: torch.Tensor, k: torch.Tensor, sums: torch.Tensor, j: int) -> tor
 
 
 def delta_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    state: torch.Tensor | None, bounds: list[int] | None, recurrent_up_to: int = 4,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """KDA over [B, T, H, .], or over the flat row [1, N, H, .] cut at `bounds`; returns o in v's dtype and final states.
+    x: Delta, state: torch.Tensor | None, bounds: list[int] | None, recurrent_up_to: int = 4
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KDA over raw `x` [B, T, H, .], or over one flat row [1, N, H, .] cut at `bounds` into sequences.
 
-    `q`, `k` raw, `g` log decay, `beta` in (0, 1); `state` [sequences, H, K, V] or None. Short unpadded calls run token by token.
+    Returns o [B, T, H, V] in v's dtype and the states [sequences, H, K, V], begun from `state` (None: zeros). Calls of at
+    most `recurrent_up_to` tokens a row run token by token.
     """
-    batch, length, heads, dim = q.shape
-    dtype = wide(torch.promote_types(v.dtype, g.dtype))
-    qn, kn, vn, gn, bn = unit(q) * dim**-0.5, unit(k), widen(v), g, widen(beta)
-    qn, kn, vn, gn, bn = (x.to(dtype) for x in (qn, kn, vn, gn, bn))
+    batch, length, heads, dim = x.q.shape
+    ready = x.prepared()
     count = batch if bounds is None else len(bounds) - 1
-    start = qn.new_zeros(count, heads, dim, v.shape[-1]) if state is None else state.to(dtype)
-    if bounds is None and length <= recurrent_up_to:
-        o, final = recurrent(qn, kn, vn, gn, bn, start)
-    else:
-        cuts = list(range(0, batch * length + 1, length)) if bounds is None else bounds
-        flat, final = chunked(*(x.flatten(0, 1) for x in (qn, kn, vn, gn, bn)), start, cuts)
-        o = flat.view(batch, length, heads, v.shape[-1])
-    return o.to(v.dtype), final
+    start = ready.q.new_zeros(count, heads, dim, x.v.shape[-1]) if state is None else state.to(ready.q.dtype)
+    with no_autocast(x.q):
+        if bounds is None and length <= recurrent_up_to:
+            o, final = recurrent(ready, start)
+        else:
+            cuts = list(range(0, batch * length + 1, length)) if bounds is None else bounds
+            flat, final = chunked(Delta(*(t.flatten(0, 1) for t in ready)), start, cuts)
+            o = flat.view(batch, length, heads, x.v.shape[-1])
+    return o.to(x.v.dtype), final

@@ -1,4 +1,4 @@
-"""One decoder layer: attention (KDA or MLA) and an MLP (dense or MoE), joined by attention residuals or a plain stream."""
+"""One decoder layer: attention (KDA or MLA) and an MLP (dense or MoE) on attention residuals or a plain stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kconv.modeling.situ import GatedActivation
 
 @dataclass(frozen=True)
 class Layout:
-    """What all layers of a forward pass share: its sequences, its cache, and the mask over a filled cache [B, 1, T, past + T]."""
+    """What the layers of a forward pass share: sequences, cache, and the mask [B, 1, T, past + T] over a filled cache."""
 
     segments: Segments | None = None
     cache: KimiK3Cache | None = None
@@ -46,14 +46,13 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = KimiRMSNorm(hidden, eps=eps)
         self.post_attention_layernorm = KimiRMSNorm(hidden, eps=eps)
         if block is not None:
-            for name in ("self_attention", "mlp"):
-                setattr(self, f"{name}_res_norm", KimiRMSNorm(hidden, eps=eps))
-                setattr(self, f"{name}_res_proj", nn.Linear(hidden, 1, bias=False))
+            self.self_attention_res_norm, self.mlp_res_norm = (KimiRMSNorm(hidden, eps=eps) for _ in range(2))
+            self.self_attention_res_proj, self.mlp_res_proj = (nn.Linear(hidden, 1, bias=False) for _ in range(2))
 
     def forward(self, prefix: torch.Tensor, layout: Layout, *blocks: torch.Tensor) -> torch.Tensor:
-        """Running prefix [batch, length, hidden] before the layer -> after it, given the finished `blocks` of the same shape.
+        """Running prefix [batch, length, hidden] before the layer -> after it, given the finished `blocks` of that shape.
 
-        Where `starts_block`, the incoming prefix becomes a block: here for this layer, in the model for those after it.
+        Where `starts_block`, the incoming prefix becomes a block: here for this layer, in the model for later ones.
         """
         x = mix(prefix, blocks, self.self_attention_res_norm, self.self_attention_res_proj) if blocks else prefix
         a = self.attend(self.input_layernorm(x), layout)

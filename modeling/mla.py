@@ -2,17 +2,19 @@
 
 | part | computation | parameters (K3 sizes) |
 |---|---|---|
-| q | `q_b(norm(q_a(x)))`, or `q_proj(x)` without q-LoRA; 128 + 64 per head | `q_a_proj` [1536, 7168], `q_b_proj` [18432, 1536] |
-| k, v | 512 latents, normed, through `kv_b` to 128 + 128 per head; 64 key dims shared by all heads, never rotated | `kv_a_proj_with_mqa` [576, 7168], `kv_b_proj` [24576, 512] |
+| q | `q_b(norm(q_a(x)))`, or `q_proj(x)`; 128 + 64 per head | `q_a_proj` [1536, 7168], `q_b_proj` [18432, 1536] |
+| latent | 512 latents, normed, and 64 key dimensions shared by all heads | `kv_a_proj_with_mqa` [576, 7168] |
+| k, v | `kv_b(latents)`: 128 + 128 per head; the shared 64 join k unrotated | `kv_b_proj` [24576, 512] |
 | scores | `q k^T * 192^-0.5`, causal, softmax in at least fp32 | |
 | output | `o_proj(attention * sigmoid(g_proj(x)))`, gate optional | `g_proj`, `o_proj` |
 
-The cache keeps latents and shared key dims only. Short queries over a cache are answered in latent space (`kv_b` folded into the
-query and the output), longer ones expand the latents; both are the same function up to rounding.
+The cache keeps latents and shared key dimensions only. Short queries over a cache are answered in latent space (`kv_b`
+folded into the query and the output), longer ones expand the latents; both are the same function up to rounding.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +39,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of q [B, H, T, D] over k [B, H, S, D] and v [B, H, S, V]; returns [B, H, T, V].
 
-    `allowed` is boolean and broadcasts to [B, H, T, S]; None means causal with aligned ends. `eager` writes the softmax out
-    (in at least fp32, as the reference does) instead of calling torch's fused kernels.
+    `allowed` is boolean and broadcasts to [B, H, T, S]; None means causal with aligned ends. `eager` writes the softmax
+    out (in at least fp32, as the reference does) instead of calling torch's fused kernels.
     """
     queries, keys = q.shape[2], k.shape[2]
     if allowed is None and queries > 1 and (eager or queries != keys):
@@ -57,7 +59,7 @@ def softmax(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
 
 
 class KimiMLA(nn.Module):
-    """One MLA layer; see the module's table. `config` needs the MLA fields of KimiK3TextConfig only, so drafts reuse it."""
+    """One MLA layer; see the module's table. `config` needs only the MLA fields of KimiK3TextConfig: drafts reuse it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class KimiMLA(nn.Module):
         self, x: torch.Tensor, segments: Segments | None = None, cache: MLACacheLayer | None = None,
         allowed: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """[batch, length, hidden] -> the same. `allowed` [B, 1, T, past + T] masks a pass over a filled cache (None: causal)."""
+        """[batch, length, hidden] -> the same; `allowed` [B, 1, T, past + T] masks a pass over a filled cache."""
         latents = self.latents(x)
         past = 0
         if cache is not None:
@@ -147,7 +149,7 @@ class KimiMLA(nn.Module):
                 self.selected_keys(x[:, a:b], latents[:, a:b]),
                 self.eager,
             )
-            for a, b in zip(bounds, bounds[1:], strict=False)
+            for a, b in itertools.pairwise(bounds)
             if b > a
         ]
         return torch.cat(parts, dim=2) if parts else v
@@ -163,7 +165,7 @@ class KimiMLA(nn.Module):
         return self._in_latent_space(self.queries(x), latents, allowed)
 
     def _in_latent_space(self, q: torch.Tensor, latents: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-        """Attention with `kv_b` folded into queries and outputs: keys and values stay one shared row of `latents` a token."""
+        """Attention with `kv_b` folded into queries and outputs: keys and values stay one row of `latents` a token."""
         up = self.kv_b_proj.weight.view(-1, self.nope + self.value, self.rank)
         up = up if self.groups == 1 else up.repeat_interleave(self.groups, dim=0)
         to_key, to_value = up.split([self.nope, self.value], dim=1)

@@ -1,7 +1,7 @@
 """The Kimi K3 text model and its language-model head, as Transformers models.
 
-`output_hidden_states` gives what the reference gives: the embedding, the running prefix after each layer, and in place of the
-last one the final norm's output. Padding, packing and the cache are described in `segments` and `cache`.
+`output_hidden_states` gives what the reference gives: the embedding, the running prefix after each layer, and in place of
+the last one the final norm's output. Padding, packing and the cache are described in `segments` and `cache`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from kconv.errors import KconvError
 from kconv.modeling import segments as seg
@@ -33,6 +34,7 @@ FP32_PARAMETERS = ("A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_no
 class KimiK3PreTrainedModel(StrictPreTrainedModel):
     """Base of the family: loading, saving and initialisation."""
 
+    config: KimiK3TextConfig
     config_class = KimiK3TextConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -78,6 +80,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         """Replace the token embedding."""
         self.embed_tokens = value  # type: ignore[assignment]
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -94,27 +97,26 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Hidden states [batch, length, hidden] of ids or embeddings; see `segments` for masks and packed documents.
 
-        `attention_mask` [batch, past + length]; `padding_mask` (true where padding) is its complement; positions matter only
-        where they restart, since no layer rotates anything.
+        `attention_mask` [batch, past + length]; `padding_mask` (true where padding) is its complement. Positions matter
+        only where they restart, since no layer rotates anything.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise KconvError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(cache if cache is not None else past_key_values, use_cache)
+        cache = own_cache(cache if cache is not None else past_key_values)
         if attention_mask is None and padding_mask is not None:
             attention_mask = ~padding_mask.bool()
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-        layout = layout_of(x, attention_mask, position_ids, cu_seqlens, cache)
-        x, states = self._run(
-            x, layout, self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
+        segments, allowed = layout_of(x, attention_mask, position_ids, cu_seqlens, 0 if cache is None else cache.tokens)
+        cache = self._cache(cache, use_cache, packed=segments is not None and segments.packed)
+        record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        x, states = self._run(x, Layout(segments, cache, allowed), bool(record))
         if cache is not None:
             cache.advance(x.shape[1])
-        return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=states, **{CACHE_NAME: cache})
+        outputs: dict[str, Any] = {"last_hidden_state": x, "hidden_states": states, CACHE_NAME: cache}
+        return BaseModelOutputWithPast(**outputs)
 
-    def _run(
-        self, x: torch.Tensor, layout: Layout, record: bool
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+    def _run(self, x: torch.Tensor, layout: Layout, record: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         states = [x]
         blocks: tuple[torch.Tensor, ...] = ()
         for layer in self.layers:
@@ -128,52 +130,54 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         x = self.norm(x)
         return x, (*states[:-1], x) if record else None
 
-    def _cache(self, cache: KimiK3Cache | None, use_cache: bool | None) -> KimiK3Cache | None:
-        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        checkpointing = (
-            self.training and torch.is_grad_enabled() and any(layer.gradient_checkpointing for layer in self.layers)
-        )
-        if not use_cache or checkpointing:
-            return None
-        if cache is not None and not isinstance(cache, KimiK3Cache):
-            raise KconvError(
-                f"a {type(cache).__name__} cannot hold KDA states",
-                hint="pass kconv.modeling.KimiK3Cache(model.config), or no cache",
-            )
+    def _cache(self, cache: KimiK3Cache | None, use_cache: bool | None, packed: bool) -> KimiK3Cache | None:
+        """The given cache, a new one where one is wanted, or None; raises KconvError where one is asked for and cannot be."""
+        checkpointing = self.training and torch.is_grad_enabled() and any(layer.gradient_checkpointing for layer in self.layers)
+        if cache is None and not use_cache:
+            wanted = use_cache is None and self.config.use_cache and not (self.training or packed)
+            return KimiK3Cache(self.config) if wanted else None
+        if packed:
+            raise KconvError("packed documents cannot be cached: a cache keeps one sequence a row", hint="pass use_cache=False")
+        if checkpointing:
+            raise KconvError("gradient checkpointing runs layers twice and cannot fill a cache", hint="pass use_cache=False")
         return KimiK3Cache(self.config) if cache is None else cache
 
 
+def own_cache(cache: Any) -> KimiK3Cache | None:
+    """`cache` itself; raises KconvError when it is another class's, which has no place for KDA states."""
+    if cache is None or isinstance(cache, KimiK3Cache):
+        return cache
+    raise KconvError(
+        f"a {type(cache).__name__} cannot hold KDA states", hint="pass kconv.modeling.KimiK3Cache(model.config), or no cache"
+    )
+
+
 def layout_of(
-    x: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    cache: KimiK3Cache | None,
-) -> Layout:  # fmt: skip
-    """Sequences and cache mask of a forward pass over x [batch, length, hidden]; raises KconvError for what does not fit."""
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    past: int,
+) -> tuple[seg.Segments | None, torch.Tensor | None]:
+    """Sequences of x [batch, length, hidden] and the mask over `past` cached tokens; raises KconvError for what does not fit."""
     batch, length = x.shape[:2]
-    past = 0 if cache is None else cache.tokens
     if mask is not None and (mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] != past + length):
         raise KconvError(
             f"attention_mask {list(mask.shape)} does not fit {batch} rows of {past} cached and {length} new tokens",
             hint=f"give [{batch}, {past + length}] with 1 for tokens and 0 for padding, or document numbers",
         )
+    segments = None
     if cu_seqlens is not None:
-        segments: seg.Segments | None = seg.from_cu_seqlens(cu_seqlens.to(x.device), batch, length)
+        segments = seg.from_cu_seqlens(cu_seqlens.to(x.device), batch, length)
     elif mask is not None:
         segments = seg.from_mask(mask[:, past:].to(x.device))
     elif position_ids is not None and past == 0 and length > 1:
         segments = seg.from_position_ids(position_ids.to(x.device), batch)
-    else:
-        segments = None
-    if cache is not None and segments is not None and len(segments.bounds) - 1 != batch:
-        if not (cu_seqlens is None and mask is None):
-            raise KconvError(
-                "packed documents cannot be cached: a cache keeps one sequence a row", hint="pass use_cache=False"
-            )
-        segments, cache = segments, None
-    return Layout(segments, cache, _over_cache(mask, past, length))
+    return segments, _over_cache(mask, past, length)
 
 
 def _over_cache(mask: torch.Tensor | None, past: int, length: int) -> torch.Tensor | None:
-    """Boolean [batch, 1, length, past + length] over a filled cache with padding; None where plain causality is right."""
+    """Boolean [batch, 1, length, past + length] over a cache with padding; None where plain causality is right."""
     if mask is None or past == 0 or bool((mask != 0).all()):
         return None
     allowed = (mask != 0)[:, None, None] & causal_mask(length, past + length, mask.device)
@@ -182,7 +186,7 @@ def _over_cache(mask: torch.Tensor | None, past: int, length: int) -> torch.Tens
 
 
 class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
-    """Kimi K3 text model with its head; `generate`, `save_pretrained` and the Auto classes work as for any Transformers model."""
+    """Kimi K3 text model with its head; generates, saves and loads like any Transformers model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -192,6 +196,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -208,25 +213,23 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [batch, kept, vocab]: all positions, the last `logits_to_keep`, or those that it indexes; loss with `labels`."""
+        """Logits [batch, kept, vocab] of all positions, of the last `logits_to_keep` or of those it indexes; loss of `labels`."""
         out = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
             cache=cache if cache is not None else past_key_values, use_cache=use_cache, padding_mask=padding_mask,
             output_hidden_states=output_hidden_states, cu_seqlens=cu_seqlens, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
-        logits = self.lm_head(
-            out.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else kept]
-        )
+        logits = self.lm_head(out.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else kept])
         loss = None if labels is None else causal_lm_loss(logits, labels, kwargs.get("num_items_in_batch"))
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             hidden_states=out.hidden_states,
-            **{CACHE_NAME: out[CACHE_NAME] if CACHE_NAME in out else None},
+            **{CACHE_NAME: out.get(CACHE_NAME)},
         )
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Generation's cache is ours, whatever `cache_implementation` says."""

@@ -1,7 +1,7 @@
 """The mixture-of-experts MLP, in a latent space where the config has one.
 
-`down to latent -> routed experts, weighted, summed -> norm -> up to hidden`, plus the shared experts on the full width. The
-router reads the full hidden state. Without `routed_expert_hidden_size` (Kimi-Linear) the experts work on the hidden state itself.
+`down to latent -> routed experts, weighted, summed -> norm -> up to hidden`, plus the shared experts on the full width.
+The router reads the full hidden state. Without `routed_expert_hidden_size` (Kimi-Linear) so do the experts.
 """
 
 from __future__ import annotations

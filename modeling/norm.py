@@ -2,7 +2,7 @@
 
 | norm | arithmetic | eps |
 |---|---|---|
-| `KimiRMSNorm` | normalise in at least fp32, cast to the input's dtype, then times the weight | config (1e-5); MLA's q_a and kv_a: 1e-6 |
+| `KimiRMSNorm` | normalise in at least fp32, cast to the input's dtype, times the weight | config (1e-5); in MLA 1e-6 |
 | `KimiGatedRMSNorm` (KDA `o_norm`) | normalise, weight and sigmoid gate in at least fp32, then cast | config (1e-5) |
 """
 

@@ -1,4 +1,4 @@
-"""From a published config to the native one: lift `text_config`, translate Transformers' Kimi-Linear names, drop what is stale.
+"""From a published config to the native one: lift `text_config`, translate Transformers' names, drop what is stale.
 
 | source | recognised by |
 |---|---|
@@ -16,19 +16,22 @@ from kconv.errors import KconvError
 
 Json = dict[str, Any]
 
-# Generation settings that old Transformers wrote into every config, and keys that describe another file, class or format.
+# Generation settings that old Transformers wrote into every config; keys that describe another file, class or format.
 STALE = frozenset({
-    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
-    "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
-    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-    "quantization_config", "auto_map", "architectures", "model_type", "_name_or_path", "transformers_version", "torch_dtype",
-    "head_dim", "return_dict", "output_attentions", "output_hidden_states", "use_return_dict", "chunk_size_feed_forward",
-    "is_encoder_decoder", "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "decoder_start_token_id",
-    "tie_encoder_decoder", "finetuning_task", "problem_type", "id2label", "label2id", "prefix", "pruned_heads", "sep_token_id",
-    "task_specific_params", "tf_legacy_loss", "torchscript", "use_bfloat16", "tokenizer_class", "num_nextn_predict_layers",
-    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "topk_method", "use_grouped_topk", "pretraining_tp",
-    "attention_dropout", "attention_bias", "text_config", "vision_config", "qk_head_dim", "output_router_logits",
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+    "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
+    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "quantization_config", "auto_map", "architectures", "model_type", "_name_or_path", "transformers_version",
+    "torch_dtype", "head_dim", "return_dict", "output_attentions", "output_hidden_states", "use_return_dict",
+    "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention",
+    "cross_attention_hidden_size", "decoder_start_token_id", "tie_encoder_decoder", "finetuning_task",
+    "problem_type", "id2label", "label2id", "prefix", "pruned_heads", "sep_token_id", "task_specific_params",
+    "tf_legacy_loss", "torchscript", "use_bfloat16", "tokenizer_class", "num_nextn_predict_layers",
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "topk_method", "use_grouped_topk",
+    "pretraining_tp", "attention_dropout", "attention_bias", "text_config", "vision_config", "qk_head_dim",
+    "output_router_logits",
 })  # fmt: skip
 LINEAR_DEFAULTS: Json = {"gate_lower_bound": None, "use_full_rank_gate": False}
 # What a published config that leaves these out means: the plain Kimi-Linear layer, not Kimi K3's.
@@ -45,7 +48,7 @@ FROM_TOP = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings
 
 
 def native_keys(config: Any, experts_format: str | None = None) -> Json:
-    """Keyword arguments of `KimiK3TextConfig` for a published config; raises KconvError when it is none of the table's."""
+    """Keyword arguments of `KimiK3TextConfig` for a published config; raises KconvError when it is none of those."""
     top = copy.deepcopy(config if isinstance(config, dict) else config.to_dict())
     text = top.get("text_config") or top
     text = text if isinstance(text, dict) else text.to_dict()
@@ -55,7 +58,7 @@ def native_keys(config: Any, experts_format: str | None = None) -> Json:
         text = _from_transformers(text)
     if not isinstance(text.get("linear_attn_config"), dict):
         raise KconvError(
-            f"config of model_type {top.get('model_type')!r} has no linear_attn_config, so it is neither Kimi K3 nor Kimi-Linear",
+            f"config of model_type {top.get('model_type')!r} has no linear_attn_config: neither Kimi K3 nor Kimi-Linear",
             hint="give the config.json of the checkpoint, with its text_config",
         )
     keys = {**ABSENT, **{k: v for k, v in text.items() if k not in STALE}}
@@ -80,9 +83,7 @@ def _from_transformers(text: Json) -> Json:
     """Transformers' Kimi-Linear layer types and sizes as the published linear attention block."""
     kinds, mlps = text.pop("layer_types"), text.pop("mlp_layer_types", None) or []
     if "dense" in mlps[mlps.index("sparse") if "sparse" in mlps else len(mlps) :]:
-        raise KconvError(
-            "mlp_layer_types mixes dense layers between sparse ones, which no published Kimi checkpoint does"
-        )
+        raise KconvError("mlp_layer_types mixes dense layers between sparse ones, which no published Kimi checkpoint does")
     text["linear_attn_config"] = {
         "full_attn_layers": [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"],
         "kda_layers": [i for i, kind in enumerate(kinds, 1) if kind != "full_attention"],

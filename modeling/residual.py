@@ -1,8 +1,8 @@
 """Attention residuals: a layer reads a learned mixture of the finished blocks and of the running prefix.
 
-Every `attn_res_block_size` layers the running prefix is set aside as a block and a new prefix begins. A reader scores each
-source by `rms(source) . (norm.weight * proj.weight)` in at least fp32, softmaxes over the sources and sums the *raw* sources.
-Kimi K3 ends with 8 blocks and the prefix: 9 sources. Without blocks (Kimi-Linear) this is the plain residual stream.
+Every `attn_res_block_size` layers the running prefix is set aside as a block and a new prefix begins. A reader scores
+each source by `rms(source) . (norm.weight * proj.weight)` in at least fp32, softmaxes over the sources and sums the *raw*
+sources. Kimi K3 ends with 8 blocks and the prefix: 9 sources. Without blocks (Kimi-Linear) this is the plain residual stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kconv.modeling.norm import KimiRMSNorm, rms
 def mix(prefix: torch.Tensor, blocks: Sequence[torch.Tensor], norm: KimiRMSNorm, proj: nn.Linear) -> torch.Tensor:
     """Mixture of `blocks` and `prefix`, each [batch, length, hidden]; returns the same shape in `prefix`'s dtype.
 
-    The sources are weighed one by one: a stack of nine wide copies of the hidden states would be the largest tensor of the layer.
+    Sources are weighed one by one: a stack of nine wide copies of the hidden states would be the layer's largest tensor.
     """
     sources = (*blocks, prefix)
     direction = widen(norm.weight) * widen(proj.weight[0])

@@ -1,7 +1,7 @@
 """The router: which experts a token goes to, and with what weight, in at least fp32.
 
-`scores = sigmoid(W x)` of the full hidden state. The correction bias takes part in the choice only; weights are the unbiased
-scores of the chosen experts, renormalised (`/ (sum + 1e-20)`) and scaled by `routed_scaling_factor`.
+`scores = sigmoid(W x)` of the full hidden state. The correction bias takes part in the choice only; weights are the
+unbiased scores of the chosen experts, renormalised (`/ (sum + 1e-20)`) and scaled by `routed_scaling_factor`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kconv.modeling.config import KimiK3TextConfig
-from kconv.modeling.dtypes import Fp32Parameters, wide_parameter, widen
+from kconv.modeling.dtypes import Fp32Parameters, no_autocast, wide_parameter, widen
 
 GROUP_VOTERS = 2  # a group is judged by the sum of its two best biased scores
 
@@ -35,11 +35,12 @@ class KimiRouter(Fp32Parameters):
         self.forced: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chosen experts [tokens, top_k] (int64, in no particular order) and their weights [tokens, top_k] for x [tokens, hidden].
+        """Chosen experts [tokens, top_k] (int64, in no particular order) and their weights, for x [tokens, hidden].
 
-        While `forced` holds indices [tokens, top_k], those are taken instead of the router's own choice (parity checks).
+        While `forced` holds indices [tokens, top_k], those replace the router's own choice (parity checks).
         """
-        logits = F.linear(widen(x), widen(self.weight))
+        with no_autocast(x):
+            logits = F.linear(widen(x), widen(self.weight))
         scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
         indices = self.choose(scores) if self.forced is None else self.forced.to(scores.device)
         weights = scores.gather(1, indices)
@@ -48,7 +49,7 @@ class KimiRouter(Fp32Parameters):
         return indices, weights * self.scaling
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """Indices [tokens, top_k] of the best biased scores, from the best groups where there are more groups than that."""
+        """Indices [tokens, top_k] of the best biased scores; where groups are limited, of those in the best groups."""
         biased = scores + self.e_score_correction_bias
         if self.groups > 1 and self.groups > self.topk_group:
             grouped = biased.unflatten(-1, (self.groups, -1))

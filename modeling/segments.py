@@ -7,12 +7,13 @@
 | `cu_seqlens` [documents + 1] | boundaries in the flattened batch, starting at 0 and ending at B * T |
 | `position_ids` that jump (no mask, no cache) | a document begins wherever a position is not its predecessor plus one |
 
-Valid tokens are gathered into one flat row, so that a sequence is a slice of it, nothing is computed for padding, and state
-and attention begin anew at each boundary.
+Valid tokens are gathered into one flat row: a sequence is a slice of it, nothing is computed for padding, and state and
+attention begin anew at each boundary.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,12 +27,14 @@ class Segments:
     """Sequences of a batch of `batch` rows of `length` tokens, laid end to end.
 
     `indices` [tokens] are the valid positions of the flattened batch (None: all of them); `cu_seqlens` [sequences + 1].
+    `packed` when a row may hold several sequences; otherwise sequence i is row i, perhaps empty.
     """
 
     batch: int
     length: int
     indices: torch.Tensor | None
     cu_seqlens: torch.Tensor
+    packed: bool
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -52,7 +55,7 @@ class Segments:
 
 
 def from_mask(mask: torch.Tensor) -> Segments | None:
-    """Segments of a 0/1 or indexed mask [batch, length]; None when every token is valid and each row is one sequence."""
+    """Segments of a 0/1 or indexed mask [batch, length]; None when all tokens are valid and a row is one sequence."""
     batch, length = mask.shape
     valid = mask != 0
     documents = bool((mask > 1).any())
@@ -66,24 +69,19 @@ def from_mask(mask: torch.Tensor) -> Segments | None:
         change = (ids[1:] != ids[:-1]) | (rows[1:] != rows[:-1])
         starts = torch.cat([change.new_ones(1), change]).nonzero().flatten()
         counts = torch.diff(starts, append=starts.new_tensor([ids.numel()]))
-    return Segments(batch, length, indices, _cumulative(counts))
+    return Segments(batch, length, indices, _cumulative(counts), packed=documents)
 
 
 def from_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> Segments:
     """Segments from boundaries in the flattened batch; raises KconvError unless they rise from 0 to batch * length."""
     cu = cu_seqlens.flatten()
     bounds = cu.tolist()
-    if (
-        not bounds
-        or bounds[0] != 0
-        or bounds[-1] != batch * length
-        or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False))
-    ):
+    if not bounds or bounds[0] != 0 or bounds[-1] != batch * length or any(a >= b for a, b in itertools.pairwise(bounds)):
         raise KconvError(
             f"cu_seqlens {bounds[:8]} must rise from 0 to batch * length = {batch * length}",
             hint="give the cumulative lengths of the documents of the flattened batch, without padding",
         )
-    return Segments(batch, length, None, cu.to(torch.int32))
+    return Segments(batch, length, None, cu.to(torch.int32), packed=True)
 
 
 def from_position_ids(position_ids: torch.Tensor, batch: int) -> Segments | None:
@@ -94,7 +92,7 @@ def from_position_ids(position_ids: torch.Tensor, batch: int) -> Segments | None
         return None
     starts = torch.cat([jump.new_ones(batch, 1), jump], dim=1).flatten().nonzero().flatten()
     counts = torch.diff(starts, append=starts.new_tensor([positions.numel()]))
-    return Segments(batch, positions.shape[1], None, _cumulative(counts))
+    return Segments(batch, positions.shape[1], None, _cumulative(counts), packed=True)
 
 
 def _cumulative(counts: torch.Tensor) -> torch.Tensor:

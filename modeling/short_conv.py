@@ -1,4 +1,4 @@
-"""KDA's short causal convolution: depthwise, width 4, SiLU, in at least fp32, with a state of width - 1 inputs per sequence."""
+"""KDA's short causal convolution: depthwise, SiLU, in at least fp32, its state the last width - 1 inputs."""
 
 from __future__ import annotations
 
@@ -29,16 +29,13 @@ class ShortConvolution(Fp32Parameters):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolve [batch, length, channels], or the flat row of `segments`; returns output and new state.
 
-        `state` is [sequences, width - 1, channels]: the inputs before each sequence (None: zeros). The output has `x`'s dtype.
+        `state` [sequences, width - 1, channels] holds the inputs before each sequence (None: zeros).
         """
         extended, positions = self._extend(x, segments, state)
         new_state = self._tails(extended, segments)
         if use_fla:
             return fla_kernels.short_conv(x, self.weight, segments, state), new_state
-        taps = [
-            extended[:, j : j + x.shape[1]] if positions is None else extended[:, positions + j]
-            for j in range(self.width)
-        ]
+        taps = [extended[:, j : j + x.shape[1]] if positions is None else extended[:, positions + j] for j in range(self.width)]
         weight = self.weight[:, 0]
         dtype = wide(torch.promote_types(x.dtype, weight.dtype))
         y = sum(tap.to(dtype) * weight[:, j] for j, tap in enumerate(taps))
@@ -58,9 +55,7 @@ class ShortConvolution(Fp32Parameters):
         positions = torch.arange(x.shape[1], device=x.device) + past * sequence
         extended = x.new_zeros(x.shape[1] + past * count, channels).index_copy(0, positions + past, x[0])
         if state is not None:
-            rows = (cu[:-1] + past * torch.arange(count, device=x.device))[:, None] + torch.arange(
-                past, device=x.device
-            )
+            rows = (cu[:-1] + past * torch.arange(count, device=x.device))[:, None] + torch.arange(past, device=x.device)
             extended = extended.index_copy(0, rows.flatten(), state.to(x.dtype).flatten(0, 1))
         return extended[None], positions
 

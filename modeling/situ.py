@@ -1,7 +1,7 @@
 """Gated activations of the family: SiTU (Kimi K3) and SiLU (Kimi-Linear).
 
 SiTU bounds both factors: `b * tanh(g/b) * sigmoid(g) * l * tanh(u/l)` with `b` = `activation_situ_beta` (4.0) and `l` =
-`activation_situ_linear_beta` (25.0). A falsy `b` means 1.0; `l` None leaves the up projection as it is. Computed in at least fp32.
+`activation_situ_linear_beta` (25.0), in at least fp32. A falsy `b` means 1.0; `l` None leaves the up projection as it is.
 """
 
 from __future__ import annotations

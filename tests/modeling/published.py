@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ def published_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def native_state(tensors: dict[str, torch.Tensor], config: KimiK3TextConfig) -> dict[str, torch.Tensor]:
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name, t in tensors.items():
         if ".experts." in name:
             continue
@@ -38,12 +39,11 @@ def native_state(tensors: dict[str, torch.Tensor], config: KimiK3TextConfig) -> 
 def _experts(tensors: dict[str, torch.Tensor], prefix: str, experts: int, packed: bool) -> dict[str, torch.Tensor]:
     def stack(weights: str, part: str) -> torch.Tensor:
         rows = [
-            torch.cat([tensors[f"{prefix}block_sparse_moe.experts.{e}.w{w}.{part}"] for w in weights])
-            for e in range(experts)
+            torch.cat([tensors[f"{prefix}block_sparse_moe.experts.{e}.w{w}.{part}"] for w in weights]) for e in range(experts)
         ]
         return torch.stack(rows)
 
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name, weights in (("gate_up_proj", "13"), ("down_proj", "2")):
         codes, scales = stack(weights, "weight_packed"), stack(weights, "weight_scale")
         if packed:
@@ -53,13 +53,11 @@ def _experts(tensors: dict[str, torch.Tensor], prefix: str, experts: int, packed
     return state
 
 
-def load_published(
-    name: str, dtype: torch.dtype, experts_format: str = "packed", attention: str = "eager"
-) -> KimiK3ForCausalLM:
+def load_published(name: str, dtype: torch.dtype, experts_format: str = "packed", attention: str = "eager") -> Any:
     folder = GOLDEN / name
     config = KimiK3TextConfig.from_k3(json.loads((folder / "config.json").read_text()), experts_format=experts_format)
     config._attn_implementation = attention
-    model = KimiK3ForCausalLM(config)
+    model: Any = KimiK3ForCausalLM(config)
     model.load_state_dict(native_state(published_tensors(folder), config), strict=True)
     return model.to(dtype).eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ CASTS = {
 }
 
 
-def check(m: KimiK3ForCausalLM, dtype: torch.dtype) -> None:
+def check(m: Any, dtype: torch.dtype) -> None:
     seen = set()
     for name, p in m.named_parameters():
         if p.dtype == torch.uint8:
@@ -83,7 +84,7 @@ def test_float64_has_no_fp32_inside() -> None:
     x = ids(1, 9)
     with torch.no_grad():
         first = m(x).logits
-        m.model.layers[0].self_attn.q_proj.weight.mul_(1 + 1e-12)  # type: ignore[union-attr]
+        m.model.layers[0].self_attn.q_proj.weight.mul_(1 + 1e-12)
         second = m(x).logits
     assert first.dtype == torch.float64
     assert 0 < (first - second).abs().max() < 1e-9

@@ -70,9 +70,10 @@ def test_latent_space_equals_expansion() -> None:
     allowed = torch.rand(2, 1, 3, 11) > 0.4
     allowed[..., 0] = True
     q = mla.queries(x)
-    expanded = torch.softmax(
-        (q @ mla.expand(past)[0].transpose(-1, -2) * mla.scale).masked_fill(~allowed, float("-inf")), -1
-    ) @ mla.expand(past)[1]
+    expanded = (
+        torch.softmax((q @ mla.expand(past)[0].transpose(-1, -2) * mla.scale).masked_fill(~allowed, float("-inf")), -1)
+        @ mla.expand(past)[1]
+    )
     torch.testing.assert_close(mla._in_latent_space(q, past, allowed), expanded, rtol=1e-11, atol=1e-13)
 
 

@@ -17,9 +17,7 @@ from tests.modeling.published import GOLDEN, load_published
 from tests.modeling.tiny import ids
 
 NEEDED = ("nemo_automodel", "fla", "triton")
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(n) is None for n in NEEDED), reason=f"needs {', '.join(NEEDED)}"
-)
+pytestmark = pytest.mark.skipif(any(importlib.util.find_spec(n) is None for n in NEEDED), reason=f"needs {', '.join(NEEDED)}")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,13 @@ def inputs() -> dict[str, torch.Tensor]:
 def nemo(inputs: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("nemo")
     save_file(inputs, folder / "inputs.safetensors")
-    command = [sys.executable, nemo_reference.__file__, GOLDEN / "calm-k3", folder / "inputs.safetensors", folder / "out.safetensors"]
+    command = [
+        sys.executable,
+        nemo_reference.__file__,
+        GOLDEN / "calm-k3",
+        folder / "inputs.safetensors",
+        folder / "out.safetensors",
+    ]
     run = subprocess.run(
         [str(a) for a in command], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )  # fmt: skip

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from kconv.modeling import KimiK3ForCausalLM, KimiK3TextConfig
+from kconv.modeling import KimiK3TextConfig
 from tests.modeling.tiny import LINEAR_48B, ids, model, of
 
 LENGTHS = (5, 1, 70, 2, 66)
-CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 MODELS = {
     "k3": lambda: model(dtype=torch.float64),
     "kimi-linear": lambda: of(KimiK3TextConfig.from_k3(LINEAR_48B), dtype=torch.float64),
 }
 
 
-def apart(m: KimiK3ForCausalLM, x: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+def apart(m: Any, x: torch.Tensor, cuts: list[int]) -> torch.Tensor:
     return torch.cat([m(x[:, a:b], use_cache=False).logits for a, b in itertools.pairwise(cuts)], dim=1)
 
 
@@ -28,7 +29,7 @@ def test_packed_equals_apart(kind: str, given: str) -> None:
     m, cuts = MODELS[kind](), [0, *itertools.accumulate(LENGTHS)]
     x = ids(1, cuts[-1])
     cu, lengths = torch.tensor(cuts), torch.tensor(LENGTHS)
-    kwargs = {
+    kwargs: Any = {
         "cu_seqlens": {"cu_seqlens": cu},
         "cu_seq_lens_q": {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 70, "max_length_k": 70},
         "indexed mask": {"attention_mask": torch.repeat_interleave(torch.arange(1, 6), lengths)[None]},
@@ -45,9 +46,7 @@ def test_rows_of_documents_with_padding() -> None:
     with torch.no_grad():
         out = m(x, attention_mask=mask, use_cache=False).logits
         for row, a, b in ((0, 0, 8), (0, 8, 17), (1, 3, 9), (1, 9, 20)):
-            torch.testing.assert_close(
-                out[row : row + 1, a:b], m(x[row : row + 1, a:b], use_cache=False).logits, **CLOSE
-            )
+            torch.testing.assert_close(out[row : row + 1, a:b], m(x[row : row + 1, a:b], use_cache=False).logits, **CLOSE)
 
 
 def test_documents_matter() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ KINDS = {
 }
 
 
-def loss_and_gradients(m: KimiK3ForCausalLM, x: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(m: Any, x: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     m.zero_grad()
     loss = m(x, labels=x).loss
     loss.backward()
@@ -64,7 +66,7 @@ def test_checkpointing_recomputes() -> None:
     m.train()
     m.gradient_checkpointing_enable({"use_reentrant": False})
     calls = []
-    m.model.layers[0].self_attn.register_forward_hook(lambda *a: calls.append(1))  # type: ignore[union-attr]
+    m.model.layers[0].self_attn.register_forward_hook(lambda *a: calls.append(1))
     m(x, labels=x).loss.backward()
     assert len(calls) == 2
 
@@ -72,7 +74,8 @@ def test_checkpointing_recomputes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_few_steps_lower_the_loss(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    m = KimiK3ForCausalLM(KimiK3TextConfig(**K3)).to(dtype).train()
+    m: Any = KimiK3ForCausalLM(KimiK3TextConfig(**K3))
+    m.to(dtype).train()
     optimizer = torch.optim.AdamW(m.parameters(), lr=3e-3)
     x, losses = ids(4, 24), []
     for _ in range(12):
@@ -83,7 +86,7 @@ def test_a_few_steps_lower_the_loss(dtype: torch.dtype) -> None:
         optimizer.step()
     assert losses[0] == pytest.approx(torch.tensor(97.0).log().item(), abs=0.3)
     assert losses[-1] < losses[0] - 0.7
-    assert m.model.layers[0].self_attn.A_log.dtype == torch.float32  # type: ignore[union-attr]
+    assert m.model.layers[0].self_attn.A_log.dtype == torch.float32
 
 
 def test_initialisation_is_seeded_and_as_documented() -> None:
@@ -100,6 +103,6 @@ def test_initialisation_is_seeded_and_as_documented() -> None:
     step = torch.nn.functional.softplus(parameters["model.layers.0.self_attn.dt_bias"])
     assert step.min() > 0.9e-3
     assert step.max() < 0.11
-    rate = KimiK3ForCausalLM(KimiK3TextConfig.from_k3(LINEAR_48B)).model.layers[0].self_attn.A_log.exp()  # type: ignore[union-attr]
-    assert 1 <= rate.min()
+    rate = KimiK3ForCausalLM(KimiK3TextConfig.from_k3(LINEAR_48B)).model.layers[0].self_attn.A_log.exp()
+    assert rate.min() >= 1
     assert rate.max() <= 16
