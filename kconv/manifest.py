@@ -7,12 +7,12 @@
 | `plan_digest`, `grade`, `dropped` | the plan that made it, what it keeps, what was left out and why |
 | `files` | size and sha256 of every other file of the folder |
 | `versions` | kconv, torch, safetensors, Python |
-
-The file is written in one canonical form, so a changed byte in it is as visible as one in the weights.
+| `sha256` | of the rest, in the canonical form in which the file is written: a changed byte shows here as well |
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -24,6 +24,7 @@ from kconv.names import folded
 from kconv.plans import Plan
 
 FORMAT = 1
+SEAL = "sha256"
 
 
 def build(plan: Plan, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -68,5 +69,7 @@ def versions() -> dict[str, str]:
 
 
 def dump(manifest: Mapping[str, Any]) -> bytes:
-    """The canonical bytes of a manifest."""
-    return json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n"
+    """The canonical bytes of a manifest, sealed by the sha256 of everything else in it."""
+    rest = {k: v for k, v in manifest.items() if k != SEAL}
+    seal = hashlib.sha256(json.dumps(rest, ensure_ascii=False).encode()).hexdigest()
+    return json.dumps({**rest, SEAL: seal}, indent=1, ensure_ascii=False).encode() + b"\n"

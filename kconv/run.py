@@ -154,9 +154,15 @@ class Worker:
         data = self._in.cut(part.reads)
         for region, buffer in zip(part.reads, data, strict=True):
             self.files.read_into(region.file, region.offset, memoryview(buffer))
+        try:
+            converted = self._convert(part, data)
+        except BadData as e:
+            return self._refused(part, e)
         put_tensor = getattr(self.sink, "put_tensor", None)
-        made = zip(part.writes, self._convert(part, data), strict=True)
-        return [put_tensor(w, shaped(t, w) if isinstance(t, np.ndarray) else t) if put_tensor else self.sink.put(w, raw(t)) for w, t in made]
+        made = zip(part.writes, converted, strict=True)
+        if put_tensor is None:
+            return [self.sink.put(w, raw(t)) for w, t in made]
+        return [put_tensor(w, shaped(t, w) if isinstance(t, np.ndarray) else t) for w, t in made]
 
     def _convert(self, part: Part, data: list[np.ndarray]) -> Sequence[Tensor | np.ndarray]:
         if part.iso.moves_bytes() and len(part.reads) == len(part.writes):
@@ -166,14 +172,20 @@ class Worker:
         outs = [shaped(d, w) for d, w in zip(self._out.cut(part.writes), part.writes, strict=True)]
         if self.device != "cpu":
             ins, outs = [t.to(self.device) for t in ins], None  # type: ignore[assignment]
-        try:
-            made = (part.iso.backward if part.backward else part.iso.forward)(ins, outs)
-        except BadData as e:
-            raise KconvError(located(e, part), hint=e.hint or "nothing looks finished; the source tensor itself is at fault") from e
+        made = (part.iso.backward if part.backward else part.iso.forward)(ins, outs)
         for region, tensor in zip(part.writes, made, strict=True):
             if tensor.nbytes != region.spec.nbytes or (region.spec.dtype in BITS and tuple(tensor.shape) != region.spec.shape):
                 raise AssertionError(f"{part.iso} made {tensor.dtype} {list(tensor.shape)} for {region.name} {region.spec}")
         return made
+
+    def _refused(self, part: Part, error: BadData) -> list[str]:
+        """Bad data ends a conversion; a comparison notes it and goes on."""
+        note = getattr(self.sink, "refused", None)
+        if note is None:
+            hint = error.hint or "nothing looks finished; the source tensor itself is at fault"
+            raise KconvError(located(error, part), hint=hint) from error
+        note(part, located(error, part))
+        return []
 
     def _holes(self, part: Part) -> bool:
         """Whether all inputs are holes of sparse files and their conversion is zero bytes."""

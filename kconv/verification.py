@@ -4,7 +4,7 @@
 |---|---|
 | every source tensor that was claimed | the inverse of the plan, computed from the written files, against the source's bytes |
 | plans that have no exact inverse (no sidecar, a lossy cast) | the plan run forward again, against the written bytes |
-| every file of the folder | size and sha256 against the manifest, and the manifest against its own canonical form |
+| every file of the folder | size and sha256 against the manifest, and the manifest against its own seal |
 | what the plan left out | named with its reason, and counted as dropped, not as missing |
 """
 
@@ -58,6 +58,7 @@ class CompareSink:
     files: Files
     checkpoint: Checkpoint
     differences: dict[str, Difference] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -88,6 +89,12 @@ class CompareSink:
 
     def finished(self, slab: Slab) -> None:
         """Nothing to do."""
+
+    def refused(self, part: Part, message: str) -> None:
+        """What was written cannot have come from any source: its tensors differ."""
+        with self.lock:
+            for region in part.writes:
+                self.refusals.setdefault(region.name, message)
 
     def _differ(self, region: Region, data: np.ndarray, stored: np.ndarray, at: int) -> None:
         spec, element = region.spec, at * max(1, region.spec.numel) // max(1, region.spec.nbytes)
@@ -124,6 +131,9 @@ def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: 
         return result | {"ok": False, "files": [e.message]}
     if not made.manifest:
         raise KconvError(f"{out} has no {MANIFEST}", hint="verify needs a folder that `kconv convert` made")
+    if made.files.read(MANIFEST) != manifests.dump(made.manifest):
+        said = f"{MANIFEST} is not as kconv wrote it, so it cannot say what the other files should be"
+        return result | {"ok": False, "files": [said]}
     forward = _same_plan(made, source)
     result["files"] = check_files(made, weights=sample is None)
     changed = forward.digest != made.manifest["plan_digest"]
@@ -165,12 +175,12 @@ def _compare(checked: Plan, against: Checkpoint, sample: int | None, workers: in
     usable = {n for n in checked.targets if n in against.entries and n not in set(wrong)}
     with Meter("verify", sum(checked.targets[n].spec.nbytes for n in usable), quiet=quiet) as meter:
         execute(_chosen(checked, sink, usable, sample, seed), checked.source.files, sink, workers=workers, tick=meter)
-    shown = [str(d) for d in sink.differences.values()][:MOST_SHOWN]
+    shown = list(dict.fromkeys([*map(str, sink.differences.values()), *sink.refusals.values()]))[:MOST_SHOWN]
     shown += [f"{n} is {checked.targets[n].spec}, {against.entries[n].spec} in {against.where}" for n in wrong][:MOST_SHOWN]
     shown += checked.findings.other
     return {
         "compared": len(sink.seen),
-        "different": len(sink.differences) + len(wrong),
+        "different": len({*sink.differences, *sink.refusals}) + len(wrong),
         "missing": missing,
         "extra": list(checked.findings.unclaimed),
         "differences": shown,
@@ -204,9 +214,6 @@ def check_files(made: Checkpoint, *, weights: bool) -> list[str]:
     """What is wrong with the files of a converted folder, by its manifest's sizes and sha256."""
     assert made.manifest is not None
     problems = []
-    raw = made.files.read(MANIFEST)
-    if raw != manifests.dump(made.manifest):
-        problems.append(f"{MANIFEST} is not as kconv wrote it")
     present = set(made.files.names())
     for name, known in made.manifest["files"].items():
         if name not in present:
