@@ -7,7 +7,7 @@ ranges over a finite domain that the rule gives, so a template can only make nam
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def indices(template: str) -> tuple[str, ...]:
@@ -32,22 +32,34 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(text)
 
 
-def folded(names: Iterable[str], most: int = 12) -> list[str]:
-    """Names folded over their numbers, one line a pattern with the ranges seen and the count; at most `most` lines."""
+def folded(names: Iterable[str], most: int = 12, file_of: Callable[[str], str] | None = None) -> list[str]:
+    """Names folded over their numbers, one line a pattern with the ranges seen and the count; at most `most` lines.
+
+    `file_of` says in which file a name lies; the line then ends with the files, or their number.
+    """
     groups: dict[str, list[list[int]]] = {}
-    counts: dict[str, int] = {}
+    members: dict[str, list[str]] = {}
     for name in names:
         key = fold(name)
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         seen = groups.setdefault(key, [[] for _ in numbers])
         for column, number in zip(seen, numbers, strict=True):
             column.append(number)
-        counts[key] = counts.get(key, 0) + 1
+        members.setdefault(key, []).append(name)
     lines = []
     for key, columns in groups.items():
         text = key
         for column in columns:
             values = ranges(column)
             text = text.replace("*", values if len(set(column)) == 1 else "{" + values + "}", 1)
-        lines.append(text if counts[key] == 1 else f"{text} ({counts[key]} tensors)")
+        count = len(members[key])
+        text = text if count == 1 else f"{text} ({count} tensors)"
+        lines.append(text + (_in_files({file_of(n) for n in members[key]}) if file_of else ""))
     return lines if len(lines) <= most else [*lines[:most], f"... and {len(lines) - most} more patterns"]
+
+
+def _in_files(files: set[str]) -> str:
+    known = sorted(files - {""})
+    if not known:
+        return ""
+    return f" in {', '.join(known)}" if len(known) <= 2 else f" in {len(known)} files from {known[0]} to {known[-1]}"

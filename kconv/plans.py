@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,25 +57,46 @@ class Target:
     edge: int
 
 
+NEXT = {
+    "missing": "fetch what is missing, or the config.json that belongs to these weights",
+    "unclaimed": "nothing is left out silently: give the config.json that belongs to these weights, "
+    "or a kconv that knows this release",
+    "twice": "two rules of the adapter overlap: please report it",
+    "surplus": "two rules of the adapter overlap: please report it",
+    "wrong": "fetch the named files again, or the config.json that belongs to them",
+}
+
+
 @dataclass
 class Findings:
-    """What expansion found wrong."""
+    """What expansion found wrong; `wrong` pairs a tensor with what is wrong with it."""
 
     missing: list[str] = field(default_factory=list)
     unclaimed: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)
+    wrong: list[tuple[str, str]] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
+    file_of: Callable[[str], str] = field(default=lambda name: "", repr=False)
 
     def lines(self) -> list[str]:
-        """One line a problem, names folded."""
+        """One line a problem, names folded, with the files they lie in."""
         kinds = (
             ("missing from the source: ", self.missing),
             ("no rule claims: ", self.unclaimed),
             ("claimed by two rules: ", self.twice),
             ("produced by two rules: ", self.surplus),
         )
-        return [head + line for head, names in kinds for line in folded(names)] + self.other
+        wrong: dict[str, list[str]] = {}
+        for name, what in self.wrong:
+            wrong.setdefault(what, []).append(name)
+        lines = [f"{line}: {what}" for what, names in wrong.items() for line in folded(names, file_of=self.file_of)]
+        return self.other + lines + [head + line for head, names in kinds for line in folded(names, file_of=self.file_of)]
+
+    def next_steps(self) -> str:
+        """What to do about it."""
+        steps = [NEXT[kind] for kind in NEXT if getattr(self, kind)]
+        return "; ".join([*dict.fromkeys(steps), "`kconv inspect` shows what the checkpoint holds; nothing was written"])
 
 
 @dataclass
@@ -104,7 +125,7 @@ class Plan:
         self.options = dict(options or {})
         self.edges: list[Edge] = []
         self.targets: dict[str, Target] = {}
-        self.findings = Findings(other=list(layouts.problems))
+        self.findings = Findings(other=list(layouts.problems), file_of=self._file_of)
         self.dropped = [n for d in layouts.drops for n in d.names]
         self._claimed: set[str] = set()
         self._memo: dict[tuple[Iso, Specs, bool], Specs | str] = {}
@@ -134,8 +155,9 @@ class Plan:
         """Raise `Problems` with everything that is wrong; returns the plan itself."""
         lines = self.findings.lines()
         if lines:
-            title = f"{self.source.where}: not a complete {self.layouts.family} checkpoint in the {self.layouts.source_layout} layout:"
-            raise Problems(title, lines, hint="nothing was written; `kconv inspect` shows what the checkpoint holds")
+            what = f"{self.layouts.family} checkpoint in the {self.layouts.source_layout} layout"
+            title = f"{self.source.where}: not a complete {what}:"
+            raise Problems(title, lines, hint=self.findings.next_steps())
         return self
 
     @cached_property
@@ -187,16 +209,17 @@ class Plan:
     def _expand_forward(self, rule: Rule, binding: Binding) -> None:
         found: list[list[Specs]] = []
         for value in rule.domain:
-            pieces = [self._claim(names) for names in rule.left_names(binding, value)]
-            if any(p is None for p in pieces):
+            names = rule.left_names(binding, value)
+            pieces = [p for p in [self._claim(piece) for piece in names] if p is not None]
+            if len(pieces) < len(names):
                 continue
-            found.append(pieces)  # type: ignore[arg-type]
+            found.append(pieces)
             if pieces != found[0]:
-                self._differs(rule.left_names(binding, value), found[0], pieces)
-        if len(found) != len(rule.domain):
+                self._differs(names, found[0], pieces)
+        names = rule.left_names(binding, rule.domain[0])
+        if len(found) != len(rule.domain) or not self._expected(rule, found[0], names):
             return
-        self._expected(rule, binding, found[0])
-        rights = [self._specs(rule.iso, piece, False, rule.left_names(binding, rule.domain[0])[i]) for i, piece in enumerate(found[0])]
+        rights = [self._specs(rule.iso, piece, False, names[i]) for i, piece in enumerate(found[0])]
         if any(r is None for r in rights):
             return
         self._add(Edge(rule, binding, found[0], rights), rule.right_names(binding))  # type: ignore[arg-type]
@@ -211,13 +234,14 @@ class Plan:
             return
         n = len(rule.left)
         if any(s.shape and s.shape[0] % n for s in elements) and n > 1:
-            self.findings.other.append(f"{names[0]} {specs[0]} does not divide into {n} equal parts")
+            self.findings.wrong.append((names[0], f"is {specs[0]}, which does not divide into {n} equal parts"))
             return
         pieces = [tuple(s.rows(s.shape[0] // n) if n > 1 else s for s in elements)] * n
         lefts = [self._specs(rule.iso, piece, True, names) for piece in pieces]
         if any(left is None for left in lefts):
             return
-        self._expected(rule, binding, lefts)  # type: ignore[arg-type]
+        if not self._expected(rule, lefts, [names] * len(lefts)):  # type: ignore[arg-type]
+            return
         for value in rule.domain:
             self._add(None, [n for piece in rule.left_names(binding, value) for n in piece])
         self.edges.append(Edge(rule, binding, lefts, pieces))  # type: ignore[arg-type]
@@ -232,7 +256,7 @@ class Plan:
         n = len(rule.domain)
         for name, spec in zip(names, specs, strict=True):
             if not spec.shape or spec.shape[0] != n:
-                self.findings.other.append(f"{name} {spec} should hold {n} {rule.stack[0]}s along its first axis")
+                self.findings.wrong.append((name, f"is {spec}, but should hold {n} {rule.stack[0]}s along its first axis"))
                 return None
         return tuple(Spec(s.dtype, s.shape[1:]) for s in specs)
 
@@ -264,7 +288,7 @@ class Plan:
                 self._memo[key] = e.message
         result = self._memo[key]
         if isinstance(result, str):
-            self.findings.other.append(f"{names[0]}: {result}")
+            self.findings.wrong.append((names[0], result))
             return None
         return result
 
@@ -272,14 +296,22 @@ class Plan:
         for piece_names, a, b in zip(names, first, here, strict=True):
             for name, one, other in zip(piece_names, a, b, strict=True):
                 if one != other:
-                    self.findings.other.append(f"{name} is {other}, the other experts' is {one}")
+                    self.findings.wrong.append((name, f"is {other}, the first expert's is {one}"))
 
-    def _expected(self, rule: Rule, binding: Binding, pieces: Sequence[Specs]) -> None:
-        for names, allowed, specs in zip(rule.left_names(binding, rule.domain[0]), rule.expect or (), pieces, strict=False):
-            for name, choices, spec in zip(names, allowed, specs, strict=True):
+    def _expected(self, rule: Rule, pieces: Sequence[Specs], names: Sequence[Sequence[str]]) -> bool:
+        """Hold the left specs against the config's; `names` are the source's tensors to be named."""
+        agreed = True
+        for piece_names, allowed, specs in zip(names, rule.expect or (), pieces, strict=False):
+            for name, choices, spec in zip(piece_names, allowed, specs, strict=False):
                 if choices and spec not in choices:
                     wanted = " or ".join(str(c) for c in choices)
-                    self.findings.other.append(f"{name} is {spec}, the config asks for {wanted}")
+                    self.findings.wrong.append((name, f"is {spec}, the config asks for {wanted}{rule.why and f': {rule.why}'}"))
+                    agreed = False
+        return agreed
+
+    def _file_of(self, name: str) -> str:
+        entry = self.source.entries.get(name)
+        return entry.file if entry else ""
 
     def entry(self, name: str) -> Entry:
         """Where a source tensor lies."""

@@ -38,6 +38,7 @@ class Rule:
         expect: allowed specs of the left operands of each piece, from the config (None: unchecked).
         group: output file group of each right operand (`model`, `vision`, `sidecar`); one name stands for all.
         left_group: the same for the left side.
+        why: how `expect` follows from the config, for the message.
     """
 
     left: tuple[tuple[str, ...], ...]
@@ -48,6 +49,7 @@ class Rule:
     expect: tuple[tuple[tuple[Spec, ...] | None, ...], ...] | None = None
     group: tuple[str, ...] = ("model",)
     left_group: str = "model"
+    why: str = ""
 
     def bindings(self) -> Iterator[Binding]:
         """Every assignment of the indices in `over`."""
