@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kconv import manifest as manifests
 from kconv.adapters import Options, layouts_for
-from kconv.errors import AnswerIsNo, KconvError
+from kconv.errors import AnswerIsNo, EnvironmentLacks, KconvError
 from kconv.isos.base import Grade
-from kconv.journal import Journal
-from kconv.layout import OutFile, indexes, lay_out
+from kconv.job import Job, Settings, discard, tidy
+from kconv.layout import lay_out
 from kconv.plans import Plan
 from kconv.preflight import check_folders, check_room, peak_bytes, stored_bytes
-from kconv.report import Meter
-from kconv.run import execute
-from kconv.slabs import Slab, streams
-from kconv.source import JOURNAL, MANIFEST, Checkpoint, open_checkpoint, uncollected
-from kconv.writer import FileSink, partial_path, publish, slab_checksum, sync_folder, write_file
+from kconv.report import human
+from kconv.source import MANIFEST, Checkpoint, open_checkpoint, uncollected
+from kconv.writer import partial_path
 
 SHARD_SIZE = 5_000_000_000
-SYNC_EVERY = 4 << 30
-COPY_BLOCK = 16 << 20
+MEMORY = 1_000_000_000
 
 
 def default_workers() -> int:
@@ -68,6 +61,8 @@ def convert(
     overwrite: bool = False,
     require: str | None = None,
     hashes: bool = True,
+    memory: int = MEMORY,
+    part: tuple[int, int] | None = None,
     quiet: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
@@ -83,18 +78,51 @@ def convert(
         overwrite: replace a finished folder that kconv made, or start an unfinished one again.
         require: refuse a plan of a worse grade than this.
         hashes: record the sha256 of the weight files in the manifest.
+        memory: bytes that the workers' buffers may take together.
+        part: `(i, n)`: do only the i-th (from 1) of n shares, beside other processes on the same file system; the process
+            that ends last finishes the folder. Under torchrun rank and world size are taken. Implies `resume`.
     """
     the_plan = (source if isinstance(source, Plan) else plan(source, **options)).check()
     _require(the_plan, require)
-    target = Path(out)
+    target, part = Path(out), part or rank_part()
+    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory), device, hashes, part)
+    resume = resume or part[1] > 1
+    if resume and already(the_plan, target):
+        return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,
+                "slabs": 0, "part": list(part), "notes": [f"{target} is already finished"]}  # fmt: skip
     check_folders(the_plan.source.files, target, overwrite=overwrite, resume=resume)
     files = lay_out(the_plan.targets, shard_size)
     partial = _partial(target, resume=resume, overwrite=overwrite)
     check_room(target, files, partial, stored_bytes(the_plan))
-    job = _Job(the_plan, partial, files, shard_size, workers or default_workers(), device, hashes)
-    result = job.run(quiet)
-    publish(partial, target, overwrite=overwrite)
-    return result
+    job = Job(the_plan, partial, files, settings)
+    result = job.run(quiet=quiet)
+    return {**result, "finished": job.finish(target, overwrite=overwrite)}
+
+
+def rank_part() -> tuple[int, int]:
+    """The part that torchrun's environment gives this process: rank + 1 of the world size; 1 of 1 outside of it."""
+    return int(os.environ.get("RANK", 0)) + 1, int(os.environ.get("WORLD_SIZE", 1))
+
+
+def allowed_workers(the_plan: Plan, workers: int | None, memory: int) -> int:
+    """As many threads as asked for whose buffers fit the memory budget; refuses when not even one's do."""
+    each = peak_bytes(the_plan, 1)
+    if each > memory:
+        raise EnvironmentLacks(
+            f"--memory {human(memory)} is less than the {human(each)} that the largest piece needs in and out",
+            hint=f"give --memory {human(each)} or more",
+        )
+    return max(1, min(workers or default_workers(), memory // max(1, each)))
+
+
+def already(the_plan: Plan, target: Path) -> bool:
+    """Whether `target` is a finished conversion by the same plan and options."""
+    path = target / MANIFEST
+    if not path.exists():
+        return False
+    found = json.loads(path.read_bytes())
+    tidy(target)
+    return found.get("plan_digest") == the_plan.digest and found.get("options") == json.loads(json.dumps(the_plan.options))
 
 
 def _require(the_plan: Plan, require: str | None) -> None:
@@ -110,115 +138,9 @@ def _partial(target: Path, *, resume: bool, overwrite: bool) -> Path:
     partial = partial_path(target.resolve())
     if partial.exists() and any(partial.iterdir()):
         if overwrite and not resume:
-            shutil.rmtree(partial)
+            discard(partial)
         elif not resume:
             raise KconvError(
                 f"an unfinished conversion to {target} lies in {partial.name}", hint="--resume goes on, --overwrite starts again"
             )
     return partial
-
-
-class _Job:
-    """One execution of a plan into a partial folder."""
-
-    def __init__(self, the_plan: Plan, partial: Path, files: list[OutFile], shard_size: int, workers: int,
-                 device: str, hashes: bool) -> None:  # fmt: skip
-        self.plan, self.partial, self.files, self.device, self.workers = the_plan, partial, files, device, workers
-        self.shard_size = shard_size
-        self.sink = FileSink(partial, files, hashes=hashes)
-        self.resumed = 0
-        self._fingerprints = fingerprints(the_plan.source)
-        self.journal = Journal(partial / JOURNAL, {
-            "plan": the_plan.digest, "options": the_plan.options, "shard_size": shard_size, "source": self._fingerprints,
-        })  # fmt: skip
-        self._since_sync = 0
-
-    def run(self, quiet: bool) -> dict[str, Any]:
-        started = time.monotonic()
-        self.partial.mkdir(parents=True, exist_ok=True)
-        self.journal.open()
-        self.sink.prepare()
-        try:
-            with Meter("convert", self.plan.output_bytes, quiet=quiet) as meter:
-                progress = execute(
-                    map(self._todo, streams(self.plan, self.sink.place)), self.plan.source.files, self.sink,
-                    workers=self.workers, device=self.device, done=self._done, tick=meter,
-                )  # fmt: skip
-            self._finish()
-        finally:
-            self.sink.close()
-            self.journal.close()
-        self.journal.path.unlink()
-        return {
-            **self.plan.summary(),
-            "peak_bytes": peak_bytes(self.plan, self.workers),
-            "seconds": round(time.monotonic() - started, 3),
-            "bytes_read": progress.bytes_read,
-            "bytes_written": self.sink.bytes_written,
-            "resumed_slabs": self.resumed,
-            "notes": self.plan.layouts.notes,
-        }
-
-    def _todo(self, stream: Iterator[Slab]) -> Iterator[Slab]:
-        """Slabs that no earlier run finished; those recorded since the last sync are read back first."""
-        for slab in stream:
-            known = self.journal.durable.get(slab.number)
-            if known is None and (claimed := self.journal.claimed.get(slab.number)):
-                digests = [self.sink.reread(w) for part in slab.parts for w in part.writes]
-                known = claimed if slab_checksum(digests) == claimed else None
-            if known is None:
-                yield slab
-            else:
-                self.resumed += 1
-                self.sink.finished(slab)
-
-    def _done(self, slab: Slab, checksum: str) -> None:
-        self.journal.finished(slab.number, checksum)
-        self._since_sync += sum(w.spec.nbytes for part in slab.parts for w in part.writes)
-        if self._since_sync >= SYNC_EVERY:
-            self._since_sync = 0
-            self.sink.sync()
-            self.journal.synced()
-
-    def _finish(self) -> None:
-        """Everything beside the weights, then syncs; the manifest is last."""
-        if fingerprints(self.plan.source) != self._fingerprints:
-            raise KconvError("the source changed while it was converted", hint="convert again with --overwrite")
-        made: dict[str, dict[str, Any]] = {}
-        config = {**self.plan.layouts.config}
-        blobs = {**indexes(self.files, self.plan.targets), "config.json": json.dumps(config, indent=2).encode() + b"\n"}
-        for name, blob in blobs.items():
-            write_file(self.partial / name, blob)
-            made[name] = _entry(self.partial / name)
-        for name in self.plan.source.other_files():
-            copy_file(self.plan.source, name, self.partial / name)
-            made[name] = _entry(self.partial / name)
-        self.sink.sync()
-        for f in self.files:
-            made[f.name] = {"size": f.size}
-            if f.name in self.sink.hashes:
-                made[f.name]["sha256"] = self.sink.hashes[f.name].hexdigest()
-        write_file(self.partial / MANIFEST, manifests.dump(manifests.build(self.plan, made)))
-        sync_folder(self.partial)
-
-
-def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
-    """What changes when a source file does."""
-    return {name: checkpoint.files.fingerprint(name) for name in checkpoint.shards}
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    from kconv.hashing import sha256_file
-
-    return {"size": path.stat().st_size, "sha256": sha256_file(path)}
-
-
-def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> None:
-    """Copy one file of the source byte for byte."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    size = checkpoint.files.size(name)
-    with open(path, "wb") as handle:
-        for at in range(0, size, COPY_BLOCK):
-            handle.write(checkpoint.files.read(name, at, min(COPY_BLOCK, size - at)))
-        handle.flush()
-        os.fsync(handle.fileno())

@@ -11,7 +11,10 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from kconv.files import LocalFiles
+from kconv.headers import read_header
 from kconv.plans import Target
 from kconv.source import GROUPS, index_name
 from kconv.spec import BITS, Spec
@@ -75,15 +78,19 @@ def safetensors_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | 
     return struct.pack("<Q", len(blob)) + blob, starts
 
 
-def indexes(files: list[OutFile], targets: Mapping[str, Target]) -> dict[str, bytes]:
-    """Index file name -> its bytes, for every group that has files."""
+def indexes(files: list[OutFile], folder: Path) -> dict[str, bytes]:
+    """Index file name -> its bytes, for every group that has files, from the headers of the files on disk."""
+    on_disk = LocalFiles(folder)
     result = {}
     for group in GROUPS:
-        mine = [f for f in files if f.group == group]
-        if not mine:
-            continue
-        weight_map = {name: f.name for f in mine for name in f.starts}
-        total = sum(targets[name].spec.nbytes for name in weight_map)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        result[index_name(group)] = json.dumps(index, indent=2).encode() + b"\n"
+        weight_map: dict[str, str] = {}
+        total = 0
+        for file in (f for f in files if f.group == group):
+            header, base = read_header(on_disk, file.name, on_disk.size(file.name))
+            weight_map |= dict.fromkeys((n for n in header if n != "__metadata__"), file.name)
+            total += file.size - base
+        if weight_map:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            result[index_name(group)] = json.dumps(index, indent=2).encode() + b"\n"
+    on_disk.close()
     return result

@@ -30,7 +30,8 @@ from kconv.spec import Spec
 GROUPS = ("model", "vision", "sidecar")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin.index.json")
 MANIFEST = "kconv.json"
-JOURNAL = ".kconv-journal"
+OURS = ".kconv-"
+IDENTITY = f"{OURS}identity.json"
 MOST_SHOWN = 20
 
 NEXT = {
@@ -79,7 +80,7 @@ class Checkpoint:
         """Names of the files that go along: neither weights, index, config, manifest nor pickles."""
         skip = {*self.shards, "config.json", MANIFEST, *(index_name(g) for g in GROUPS)}
         weights = (".safetensors", ".safetensors.index.json")
-        return [n for n in self.files.names() if n not in skip and not n.endswith((*weights, *PICKLES))]
+        return [n for n in self.files.names() if n not in skip and not n.startswith(OURS) and not n.endswith((*weights, *PICKLES))]
 
 
 class Faults:
@@ -238,7 +239,7 @@ def _left_out(names: list[str], shards: list[str]) -> list[str]:
 
 
 def _refuse_unfinished(files: Files, names: list[str]) -> None:
-    if JOURNAL in names:
+    if IDENTITY in names and MANIFEST not in names:
         raise KconvError(
             f"{files.where} is an unfinished conversion, not a checkpoint",
             hint="finish it with `kconv convert ... --resume`, then use the folder that appears",

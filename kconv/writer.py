@@ -63,7 +63,6 @@ class FileSink:
     def __init__(self, folder: Path, files: list[OutFile], *, hashes: bool = True) -> None:
         self.folder = folder
         self.files = {f.name: f for f in files}
-        self.fresh = True
         self.bytes_written = 0
         self._fds = Descriptors(lambda name: os.open(folder / name, os.O_RDWR), OPEN_FILES)
         self._dirty: set[str] = set()
@@ -71,16 +70,16 @@ class FileSink:
         self.hashes = {f.name: TrailingHash(self._fds, f.name, f.size, f.header) for f in files} if hashes else {}
 
     def prepare(self) -> None:
-        """Create every file at its full size with its header; files that already are so are kept."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Give every file its header and its full size; safe beside other processes that do the same."""
         for f in self.files.values():
-            path = self.folder / f.name
-            if path.exists() and path.stat().st_size == f.size:
-                self.fresh = False
-                continue
-            with open(path, "wb") as handle:
-                handle.write(f.header)
-                handle.truncate(f.size)
+            fd = os.open(self.folder / f.name, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if os.fstat(fd).st_size != f.size:
+                    os.truncate(fd, f.size)
+                if os.pread(fd, len(f.header), 0) != f.header:
+                    os.pwrite(fd, f.header, 0)
+            finally:
+                os.close(fd)
 
     def place(self, name: str) -> tuple[str, int]:
         """File and absolute offset of a target tensor."""
@@ -88,7 +87,7 @@ class FileSink:
 
     def put(self, region: Region, data: np.ndarray) -> str:
         """Write a region's bytes (uint8, 1-D) and return their digest."""
-        if self.fresh and not data[:4096].any() and not data.any():
+        if not data[:4096].any() and not data.any():
             return self.put_zeros(region)
         if self.hashes:
             self.hashes[region.file].offer(region.offset, memoryview(data))
@@ -103,7 +102,7 @@ class FileSink:
         return digest_of(data)
 
     def put_zeros(self, region: Region) -> str:
-        """A region of zero bytes: nothing to write in a fresh file."""
+        """A region of zero bytes: nothing to write, the files are made as holes and only ever hold their final bytes."""
         return zero_digest(region.spec.nbytes)
 
     def finished(self, slab: Slab) -> None:

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from kconv.cli.common import Outcome, command
-from kconv.cli.options import GRADES, Size, conversion_options
+from kconv.cli.options import GRADES, Share, Size, conversion_options
 
 
 @command(epilog="Example:  kconv convert moonshotai/Kimi-K3 out/ --experts packed --vision drop")
@@ -18,6 +18,8 @@ from kconv.cli.options import GRADES, Size, conversion_options
 @click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Tensor bytes a file holds at most.")
 @click.option("--workers", type=click.IntRange(1), help="Threads; the machine's cores by default.")
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where formats are decoded.")
+@click.option("--memory", type=Size(), default="1GB", show_default=True, help="What the workers' buffers may take together.")
+@click.option("--part", type=Share(), help="Do the I-th of N shares beside other processes; the last one finishes the folder.")
 @click.option("--resume", is_flag=True, help="Go on with what an interrupted run left.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder that kconv made.")
 @click.option("--require", type=click.Choice(GRADES), help="Refuse a plan of a worse grade.")
@@ -30,6 +32,9 @@ def command(source: str, out: str, **options: Any) -> Outcome:
     data = convert(source, out, quiet=False, **options)
 
     def show(console: Console) -> None:
+        if not data["finished"]:
+            console.print(f"part {data['part'][0]} of {data['part'][1]} is done; the last part finishes {out}", markup=False)
+            return
         rate = human(data["bytes_written"] / max(data["seconds"], 1e-9))
         console.print(
             f"{out}: {data['target_tensors']:,} tensors, {human(data['output_bytes'])} in {clock(data['seconds'])} ({rate}/s), "

@@ -41,6 +41,18 @@ class Span(click.ParamType):
         return int(match[1]), int(match[2] or match[1])
 
 
+class Share(click.ParamType):
+    """One of several equal shares of the work: `2/8`."""
+
+    name = "i/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        match = re.fullmatch(r"(\d+)/(\d+)", str(value))
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            self.fail(f"{value!r} is no share; write for example 2/8 for the second of eight", param, ctx)
+        return int(match[1]), int(match[2])
+
+
 def conversion_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """What decides a plan: target, experts, vision, dtype, sidecar, layers."""
     options = (

@@ -1,0 +1,224 @@
+"""One execution of a plan into a partial folder, alone or as part I of N, resumable and finished by whoever comes last.
+
+| file of `.OUT.partial/` | made by | meaning |
+|---|---|---|
+| `.kconv-identity.json` | the first process, atomically | plan, options, source fingerprints, N; another identity refuses |
+| `.kconv-journal-I-of-N` | part I | finished slabs, `sync` points, `done` |
+| `.kconv-finisher` | the last part | locked while the folder is finished; the lock dies with its process |
+
+All parts write their own byte ranges of the same pre-sized files, so the result does not depend on N.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kconv import manifest as manifests
+from kconv.errors import KconvError
+from kconv.hashing import sha256_file
+from kconv.journal import DONE, Journal
+from kconv.layout import OutFile, indexes
+from kconv.plans import Plan
+from kconv.preflight import peak_bytes
+from kconv.report import Meter
+from kconv.run import Progress, execute
+from kconv.slabs import Slab, streams
+from kconv.source import IDENTITY, MANIFEST, OURS, Checkpoint
+from kconv.writer import FileSink, publish, slab_checksum, sync_folder, write_file
+
+SYNC_EVERY = 4 << 30
+COPY_BLOCK = 16 << 20
+FINISHER = f"{OURS}finisher"
+JOURNAL = f"{OURS}journal"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to execute: nothing here changes a byte of the weights."""
+
+    shard_size: int
+    workers: int
+    device: str = "cpu"
+    hashes: bool = True
+    part: tuple[int, int] = (1, 1)
+
+
+class Job:
+    """A plan, its output files, and the partial folder they are written to."""
+
+    def __init__(self, plan: Plan, partial: Path, files: list[OutFile], settings: Settings) -> None:
+        self.plan, self.partial, self.files, self.settings = plan, partial, files, settings
+        self.sink = FileSink(partial, files, hashes=settings.hashes and settings.part[1] == 1)
+        self.resumed = 0
+        self._fingerprints = fingerprints(plan.source)
+        self._started = time.monotonic()
+        self._since_sync = 0
+        self._syncing = threading.Lock()
+        part, parts = settings.part
+        self.journals = [Journal(partial / f"{JOURNAL}-{i}-of-{parts}") for i in range(1, parts + 1)]
+        self.journal = self.journals[part - 1]
+
+    def run(self, *, quiet: bool) -> dict[str, Any]:
+        """Do this part's slabs; returns the figures. `finish` does the rest, when all parts are done."""
+        self.partial.mkdir(parents=True, exist_ok=True)
+        self._identify()
+        self.journal.open()
+        self.sink.prepare()
+        try:
+            total = self.plan.output_bytes // self.settings.part[1]
+            with Meter("convert", total, quiet=quiet) as meter:
+                todo = map(self._todo, streams(self.plan, self.sink.place))
+                progress = execute(
+                    todo, self.plan.source.files, self.sink, workers=self.settings.workers,
+                    device=self.settings.device, done=self._done, tick=meter,
+                )  # fmt: skip
+            self._unchanged()
+            self.sink.sync()
+            self.journal.synced(last=True)
+        finally:
+            self.sink.close()
+            self.journal.close()
+        return self._figures(progress)
+
+    def finish(self, out: Path, *, overwrite: bool) -> bool:
+        """Write what stands beside the weights and rename the folder, if all parts are done and no other process is at it."""
+        with open(self.partial / FINISHER, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            if not self.partial.exists() or not all(journal.is_done() for journal in self.journals):
+                return False
+            self._finish()
+            publish(self.partial, out, overwrite=overwrite)
+            tidy(out)
+            return True
+
+    def _identify(self) -> None:
+        """Leave the run's identity, or refuse to go on with another run's folder."""
+        identity = json.loads(json.dumps({
+            "plan": self.plan.digest, "options": self.plan.options, "shard_size": self.settings.shard_size,
+            "parts": self.settings.part[1], "source": self._fingerprints,
+        }))  # fmt: skip
+        path = self.partial / IDENTITY
+        if not path.exists():
+            draft = self.partial / f"{IDENTITY}.{os.getpid()}"
+            write_file(draft, json.dumps(identity).encode())
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                pass
+            finally:
+                draft.unlink()
+        found = json.loads(path.read_bytes())
+        if found != identity:
+            differing = sorted(k for k in {*found, *identity} if found.get(k) != identity.get(k))
+            raise KconvError(
+                f"{self.partial} was begun by another run: {', '.join(differing)} differ",
+                hint="the same source and options resume it, --overwrite starts again",
+            )
+
+    def _todo(self, stream: Iterator[Slab]) -> Iterator[Slab]:
+        """This part's slabs that no earlier run finished; those recorded since the last sync are read back first."""
+        part, parts = self.settings.part
+        for slab in stream:
+            file, count = map(int, slab.number.split("."))
+            if (file + count) % parts != part - 1:
+                continue
+            known = self.journal.durable.get(slab.number)
+            if known is None and (claimed := self.journal.claimed.get(slab.number)):
+                digests = [self.sink.reread(w) for p in slab.parts for w in p.writes]
+                known = claimed if slab_checksum(digests) == claimed else None
+            if known is None:
+                yield slab
+            else:
+                self.resumed += 1
+                self.sink.finished(slab)
+
+    def _done(self, slab: Slab, checksum: str) -> None:
+        self.journal.finished(slab.number, checksum)
+        with self._syncing:
+            self._since_sync += sum(w.spec.nbytes for part in slab.parts for w in part.writes)
+            due = self._since_sync >= SYNC_EVERY
+            if due:
+                self._since_sync = 0
+        if due:
+            self.journal.synced_by(self.sink.sync)
+
+    def _unchanged(self) -> None:
+        if fingerprints(self.plan.source) != self._fingerprints:
+            raise KconvError("the source changed while it was converted", hint="convert again with --overwrite")
+
+    def _finish(self) -> None:
+        """Side files, config, indexes; syncs; the manifest is last."""
+        made: dict[str, dict[str, Any]] = {}
+        blobs = indexes(self.files, self.partial)
+        blobs["config.json"] = json.dumps(self.plan.layouts.config, indent=2).encode() + b"\n"
+        for name, blob in blobs.items():
+            write_file(self.partial / name, blob)
+            made[name] = _entry(self.partial / name)
+        for name in self.plan.source.other_files():
+            copy_file(self.plan.source, name, self.partial / name)
+            made[name] = _entry(self.partial / name)
+        for f in self.files:
+            made[f.name] = {"size": f.size}
+            if self.settings.hashes:
+                known = self.sink.hashes.get(f.name)
+                made[f.name]["sha256"] = known.hexdigest() if known else sha256_file(self.partial / f.name)
+        write_file(self.partial / MANIFEST, manifests.dump(manifests.build(self.plan, made)))
+        sync_folder(self.partial)
+
+    def _figures(self, progress: Progress) -> dict[str, Any]:
+        return {
+            **self.plan.summary(),
+            "peak_bytes": peak_bytes(self.plan, self.settings.workers),
+            "seconds": round(time.monotonic() - self._started, 3),
+            "bytes_read": progress.bytes_read,
+            "bytes_written": self.sink.bytes_written,
+            "slabs": progress.slabs,
+            "resumed_slabs": self.resumed,
+            "part": list(self.settings.part),
+            "notes": self.plan.layouts.notes,
+        }
+
+
+def tidy(folder: Path) -> None:
+    """Remove the journals and locks of a finished conversion."""
+    for path in folder.glob(f"{OURS}*"):
+        path.unlink()
+
+
+def discard(partial: Path) -> None:
+    """Remove an unfinished folder, its identity last, so that a half-removed one is still known for what it is."""
+    for path in [p for p in partial.iterdir() if p.name != IDENTITY]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(partial)
+
+
+def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
+    """What changes when a source file does."""
+    return {name: checkpoint.files.fingerprint(name) for name in checkpoint.shards}
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> None:
+    """Copy one file of the source byte for byte."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = checkpoint.files.size(name)
+    with open(path, "wb") as handle:
+        for at in range(0, size, COPY_BLOCK):
+            handle.write(checkpoint.files.read(name, at, min(COPY_BLOCK, size - at)))
+        handle.flush()
+        os.fsync(handle.fileno())
