@@ -13,9 +13,11 @@ tool that re-quantises a checkpoint writes only that and leaves the other behind
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from kconv.errors import KconvError
+from kconv.spec import FLOATS, SAFETENSORS_NAMES
 
 Config = dict[str, Any]
 
@@ -36,6 +38,7 @@ ABSENT: Config = {
     "routed_expert_hidden_size": None, "latent_moe_use_norm": False, "mla_use_output_gate": False, "q_lora_rank": None,
     "num_experts": None, "num_shared_experts": None, "num_key_value_heads": None, "first_k_dense_replace": 0,
 }  # fmt: skip
+HINT = "give the checkpoint's own config.json"
 TEXT_TYPES = ("kimi_linear", "kimi_k3_text")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -43,7 +46,9 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def text_config(config: Config) -> Config:
     """The text model's config, from a multimodal or a flat one; raises KconvError saying which value was found where."""
     nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
+    if nested is not None and not isinstance(nested, dict):
+        raise KconvError(f"config.json: text_config is {nested!r}, which is no object", hint=HINT)
+    text = nested or config
     found = text.get("model_type")
     if found not in TEXT_TYPES:
         where = "text_config.model_type" if text is nested else "model_type"
@@ -54,6 +59,9 @@ def text_config(config: Config) -> Config:
             merged[key] = config[key]
     merged["tie_word_embeddings"] = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
     merged["dtype"] = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    dtype = merged["dtype"]
+    if dtype is not None and SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch.")) not in FLOATS:
+        raise KconvError(f"config.json: dtype is {dtype!r}, which is no format of weights", hint="write for example bfloat16")
     return merged
 
 
@@ -61,6 +69,9 @@ def quantization(config: Config, notes: list[str]) -> Config | None:
     """The quantisation block that counts: top level before `text_config`; a stale nested one is reported."""
     top = config.get("quantization_config")
     nested = (config.get("text_config") or {}).get("quantization_config")
+    for block in (top, nested):
+        if block is not None and not isinstance(block, dict):
+            raise KconvError("config.json: quantization_config is no object", hint=HINT)
     if top and nested and top != nested:
         notes.append("config.json has two quantisation blocks; the top-level one counts, the one in text_config is stale")
     return top or nested
@@ -88,14 +99,24 @@ def hf_text_config(config: Config, text: Config, root: str, *, quantized: bool) 
 
 
 def without_prefix(block: Config, prefix: str) -> Config:
-    """A quantisation block whose module names lost `prefix`, vision entries removed; regular expressions are kept."""
+    """A quantisation block whose module names, and expressions that begin with it, lost `prefix`; vision entries removed."""
     result = copy.deepcopy(block)
     if isinstance(result.get("ignore"), list):
-        kept = [n for n in result["ignore"] if not any(v in n for v in ("vision_tower", "mm_projector"))]
-        result["ignore"] = [n.removeprefix(prefix) for n in kept]
-    for group in (result.get("config_groups") or {}).values():
-        group["targets"] = [t.removeprefix(prefix) for t in group.get("targets", [])]
+        kept = [n for n in map(str, result["ignore"]) if not any(v in n for v in ("vision_tower", "mm_projector"))]
+        result["ignore"] = [_without_prefix(n, prefix) for n in kept]
+    groups = result.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict) and isinstance(group.get("targets"), list):
+            group["targets"] = [_without_prefix(str(t), prefix) for t in group["targets"]]
     return result
+
+
+def _without_prefix(name: str, prefix: str) -> str:
+    """A module name or `re:` expression without the prefix; an expression may anchor it and escape its dots."""
+    if not name.startswith("re:") or not prefix:
+        return name.removeprefix(prefix)
+    start = re.compile("(\\^?)" + re.escape(prefix).replace("\\.", r"\\?\."))
+    return "re:" + start.sub(r"\1", name.removeprefix("re:"), count=1) if start.match(name[3:]) else name
 
 
 def cut_layers(text: Config, first: int, last: int) -> Config:

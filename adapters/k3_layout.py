@@ -106,6 +106,24 @@ GATE, UP, DOWN = "w1", "w3", "w2"
 
 VISION_ROOTS = ("vision_tower.", "mm_projector.")
 
+# How each size follows from the config, for people.
+MEANING = {
+    "V": "vocab_size", "C": "hidden_size", "H": "KDA num_heads", "D": "KDA head_dim", "P": "KDA num_heads*head_dim",
+    "K": "short_conv_kernel_size", "A": "num_attention_heads", "G": "num_key_value_heads", "Q": "q_lora_rank",
+    "R": "kv_lora_rank", "rope": "qk_rope_head_dim", "QK": "qk_nope_head_dim+qk_rope_head_dim",
+    "B": "qk_nope_head_dim+v_head_dim", "O": "num_attention_heads*v_head_dim", "I": "intermediate_size",
+    "M": "moe_intermediate_size", "S": "moe_intermediate_size*num_shared_experts", "L": "routed_expert_hidden_size",
+    "E": "experts by the router's rows",
+}  # fmt: skip
+# Counts that a config must have, and those that it may leave out.
+COUNTS = ("num_hidden_layers", "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size",
+          "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")  # fmt: skip
+OPTIONAL_COUNTS = ("num_key_value_heads", "q_lora_rank", "moe_intermediate_size", "num_shared_experts", "num_experts",
+                   "routed_expert_hidden_size", "first_k_dense_replace", "moe_layer_freq", "attn_res_block_size",
+                   "num_nextn_predict_layers")  # fmt: skip
+LINEAR_COUNTS = ("num_heads", "head_dim", "short_conv_kernel_size")
+MOST = 1 << 31
+
 
 @dataclass(frozen=True)
 class K3Layout:
@@ -124,6 +142,17 @@ class K3Layout:
         sizes = self.sizes | override
         return tuple(s if isinstance(s, int) else _value(s, sizes) for s in symbols)
 
+    def formula(self, symbols: tuple[str | int, ...], **override: int) -> str:
+        """A shape in the words of the config: `[(num_attention_heads = 4) x (v_head_dim = 16), (hidden_size = 128)]`."""
+        sizes = self.sizes | override
+        return f"[{', '.join(str(s) if isinstance(s, int) else _words(s, sizes) for s in symbols)}]"
+
+
+def _words(symbol: str, sizes: dict[str, int]) -> str:
+    sign = "+" if "+" in symbol else "*"
+    terms = [f"({MEANING[s]} = {sizes[s]})" for s in symbol.split(sign)]
+    return {"+": " + ", "*": " x "}[sign].join(terms)
+
 
 def _value(symbol: str, sizes: dict[str, int]) -> int:
     if "+" in symbol:
@@ -136,22 +165,36 @@ def k3_layout(config: Config) -> K3Layout:
     linear = config.get("linear_attn_config")
     if not isinstance(linear, dict):
         raise KconvError("config.json has no linear_attn_config", hint="kconv needs the layer lists to tell KDA from MLA layers")
-    try:
-        n = config["num_hidden_layers"]
-        kda = tuple(i - 1 for i in linear["kda_layers"])
-        mla = tuple(i - 1 for i in linear["full_attn_layers"])
-        if sorted(kda + mla) != list(range(n)):
-            raise KconvError(
-                f"config.json: kda_layers and full_attn_layers (1-based) do not cover the {n} layers once each",
-                hint="correct linear_attn_config or num_hidden_layers",
-            )
-        return K3Layout(config, _kinds(config, n, kda, mla), _sizes(config, linear))
-    except KeyError as e:
-        raise KconvError(f"config.json lacks {e.args[0]}", hint="give the checkpoint's own config.json") from e
+    _check_counts(config, linear)
+    n = config["num_hidden_layers"]
+    kda, mla = (tuple(i - 1 for i in linear[key]) for key in ("kda_layers", "full_attn_layers"))
+    if len(kda) + len(mla) != n or sorted(kda + mla) != list(range(n)):
+        raise KconvError(
+            f"config.json: kda_layers and full_attn_layers (1-based) do not cover the {n} layers once each",
+            hint="correct linear_attn_config or num_hidden_layers",
+        )
+    return K3Layout(config, _kinds(config, n, kda, mla), _sizes(config, linear))
+
+
+def _check_counts(config: Config, linear: Config) -> None:
+    """Every number that a shape or a layer list comes from is there and is one."""
+    hint = "give the checkpoint's own config.json"
+    held = {"linear_attn_config": (linear, LINEAR_COUNTS), "": (config, COUNTS)}
+    for where, (holder, keys) in held.items():
+        lacking = [key for key in keys if holder.get(key) is None]
+        if lacking:
+            raise KconvError(f"config.json lacks {', '.join(f'{where}.{k}'.lstrip('.') for k in lacking)}", hint=hint)
+    counts = {k: config.get(k) for k in COUNTS + OPTIONAL_COUNTS} | {f"linear_attn_config.{k}": linear[k] for k in LINEAR_COUNTS}
+    for key, value in counts.items():
+        if value is not None and (type(value) is not int or not 0 <= value < MOST):
+            raise KconvError(f"config.json: {key} is {value!r}, which is no count", hint=hint)
+    for key in ("kda_layers", "full_attn_layers"):
+        if not isinstance(linear.get(key), list) or not all(type(i) is int for i in linear[key]):
+            raise KconvError(f"config.json: linear_attn_config.{key} is no list of layer numbers", hint=hint)
 
 
 def _kinds(config: Config, n: int, kda: tuple[int, ...], mla: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+    first, every = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
     has_experts = bool(config.get("num_experts"))
     moe = tuple(i for i in range(n) if has_experts and i >= first and i % every == 0)
     dense = tuple(i for i in range(n) if i not in moe)

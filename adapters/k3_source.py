@@ -10,18 +10,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.adapters import Options
+from kconv.adapters import k3_checks as checks
 from kconv.adapters.k3_config import Config, quantization, text_config
 from kconv.adapters.k3_layout import VISION_ROOTS, K3Layout, Row, k3_layout
 from kconv.errors import KconvError
-from kconv.names import ranges
+from kconv.names import number, ranges
 from kconv.source import Checkpoint
 
 ROOTS = (("language_model.model.", "language_model."), ("model.language_model.", ""), ("model.", ""))
+MOST_EXPERTS = 1 << 16
 DOTTED = {"_res_norm.weight": "_res.norm_weight", "_res_proj.weight": "_res.proj_weight"}
 
 
@@ -67,6 +70,7 @@ class K3Source:
     experts: dict[int, tuple[int, str]] = field(default_factory=dict)
     vision: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
+    beyond: list[str] = field(default_factory=list)
     surplus_sidecar: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -122,28 +126,31 @@ class K3Source:
 
 def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     """Read a checkpoint's layout; raises KconvError where it is no K3 layout at all, collects smaller problems."""
-    notes, problems = list(checkpoint.notes), []
+    notes, problems = list(checkpoint.notes), list[str]()
     text = text_config(checkpoint.config)
     layout = k3_layout(text)
     native = text["model_type"] == "kimi_k3_text"
     manifest = (checkpoint.manifest or {}) if native else {}
     original = manifest.get("source", {}).get("config") or checkpoint.config
-    quantization(original, notes)
+    block = quantization(original, notes)
     side = Side("native", "model.", "") if native else _published(checkpoint, problems)
     facts = dict(manifest.get("facts") or {}) if native else {}
-    a_log = tuple(facts.get("a_log_shape") or _a_log_shape(checkpoint, layout, side, problems))
+    a_log = tuple(facts.get("a_log_shape") or _a_log_shape(checkpoint, layout, side))
     if not native:
         facts = {"root": side.root, "head": side.head, "dotted_res": side.dotted_res, "a_log_shape": list(a_log)}
     published = side if not native else Side(
         "hf", facts.get("root", ROOTS[0][0]), facts.get("head", ROOTS[0][1]), facts.get("dotted_res", False)
     )  # fmt: skip
-    tied = _tied(checkpoint, side, text, options, problems)
+    head = side.head + checks.HEAD
+    tied = checks.tied_head(checkpoint, head, config_ties=text["tie_word_embeddings"], asked=options.tie, problems=problems)
     source = K3Source(checkpoint, layout, side, published, original, facts, a_log, tied, notes=notes, problems=problems)
     source.span = options.layers
     _scan(source)
+    checks.beyond(checkpoint, source.beyond, source.depth, problems)
+    checks.next_tokens(text, bool(source.beyond), notes)
     if not native:
         facts["experts"] = sorted({fmt for _, fmt in source.experts.values()})
-    _next_tokens(text, notes)
+        checks.quantized(block, facts["experts"], notes)
     return source
 
 
@@ -154,46 +161,33 @@ def _published(checkpoint: Checkpoint, problems: list[str]) -> Side:
         some = ", ".join(list(checkpoint.entries)[:3])
         raise KconvError(f"{checkpoint.where}: no decoder layers under any known root; names are like {some}")
     if len(found) > 1:
-        problems.append(f"layers under two roots: {' and '.join(r for r, _ in found)}")
+        problems.append(checks.two_roots(checkpoint, [r for r, _ in found]))
     root, head = found[0]
-    dotted = any(n.endswith(tuple(DOTTED.values())) for n in checkpoint.entries)
-    return Side("hf" if root != "model." else "hf-text", root, head, dotted)
+    plain, dotted = ([n for n in checkpoint.entries if n.endswith(tuple(ends))] for ends in (DOTTED, DOTTED.values()))
+    if plain and dotted:
+        problems.append(checks.two_spellings(checkpoint, plain, dotted))
+    return Side("hf" if root != "model." else "hf-text", root, head, len(dotted) > len(plain))
 
 
-def _a_log_shape(checkpoint: Checkpoint, layout: K3Layout, side: Side, problems: list[str]) -> tuple[int, ...]:
+def _a_log_shape(checkpoint: Checkpoint, layout: K3Layout, side: Side) -> tuple[int, ...]:
+    """The form of A_log that most KDA layers have, among those that are one; [H] where none is."""
     heads = layout.sizes["H"]
-    padded = (-(-heads // 128) * 128,)
-    if side.name == "native" or not layout.kinds["kda"]:
-        return padded
-    name = f"{side.root}layers.{layout.kinds['kda'][0]}.self_attn.A_log"
-    entry = checkpoint.entries.get(name)
-    if entry is None:
-        return padded
-    shape = entry.spec.shape
-    allowed = shape in ((heads,), (1, 1, heads, 1)) or (len(shape) == 1 and shape[0] > heads and shape[0] % 8 == 0)
-    if not allowed:
-        problems.append(f"{name} has shape {list(shape)}: {heads} heads, or padded with zeros to a multiple of 8, are expected")
-        return (heads,)
-    return shape
+    if side.name == "native":
+        return (-(-heads // 128) * 128,)
+    entries = [checkpoint.entries.get(f"{side.root}layers.{i}.self_attn.A_log") for i in layout.kinds["kda"]]
+    shapes = Counter(e.spec.shape for e in entries if e and a_log_form(e.spec.shape, heads))
+    return shapes.most_common(1)[0][0] if shapes else (heads,)
 
 
-def _tied(checkpoint: Checkpoint, side: Side, text: Config, options: Options, problems: list[str]) -> bool:
-    """Whether the head is the embedding: by the tensors present; a missing head that nothing explains is a problem."""
-    if side.head + "lm_head.weight" in checkpoint.entries:
-        return False
-    if text["tie_word_embeddings"] or options.tie:
-        return True
-    problems.append(
-        f"{side.head}lm_head.weight is missing and config.json says tie_word_embeddings false: "
-        "--tie if the embedding is the head, or fetch the file that holds the head"
-    )
-    return True
+def a_log_form(shape: tuple[int, ...], heads: int) -> bool:
+    """Whether a shape is one of A_log's: [H], H padded to a multiple of 8, or [1, 1, H, 1]."""
+    return shape in ((heads,), (1, 1, heads, 1)) or (len(shape) == 1 and shape[0] > heads and shape[0] % 8 == 0)
 
 
 def _scan(source: K3Source) -> None:
     """Count experts and find their format per layer; list vision and out-of-range tensors."""
     prefix = source.side.root + "layers."
-    seen: dict[int, set[int]] = {}
+    seen: dict[int, set[int] | range] = {}
     formats: dict[int, set[str]] = {}
     moe, native = source.side.moe.rstrip("."), source.side.name == "native"
     vision = VISION_ROOTS + tuple("model." + r for r in VISION_ROOTS)
@@ -203,34 +197,47 @@ def _scan(source: K3Source) -> None:
         if not name.startswith(prefix):
             continue
         parts = name[len(prefix) :].split(".")
-        layer = int(parts[0]) if parts[0].isdigit() else -1
-        if source.span and not source.span[0] <= layer <= source.span[1] and layer < source.depth:
+        layer = number(parts[0])
+        if layer is not None and layer >= source.depth:
+            source.beyond.append(name)
+        elif source.span and layer is not None and not source.span[0] <= layer <= source.span[1]:
             source.outside.append(name)
-        elif parts[1:3] != [moe, "experts"]:
+        elif layer is None or parts[1:3] != [moe, "experts"] or len(parts) < 4:
             continue
         elif native:
-            seen.setdefault(layer, set()).update(range(entry.spec.shape[0] if entry.spec.shape else 0))
-            formats.setdefault(layer, set()).add("packed" if parts[3].endswith("_packed") else "scale" if parts[3].endswith("_scale") else "plain")
-        elif parts[3].isdigit():
-            seen.setdefault(layer, set()).add(int(parts[3]))
+            seen[layer] = range(entry.spec.shape[0] if entry.spec.shape else 0)
+            formats.setdefault(layer, set()).add(_native_format(parts[3]))
+        elif (expert := number(parts[3])) is not None:
+            seen.setdefault(layer, set()).add(expert)  # type: ignore[union-attr]
             formats.setdefault(layer, set()).add("plain" if parts[-1] == "weight" else "packed")
     for layer in source.inside(source.layout.kinds["moe"]):
         source.experts[layer] = _count(source, layer, seen.get(layer, set()), formats.get(layer, set()) - {"scale"})
     _compare_with_config(source)
 
 
-def _count(source: K3Source, layer: int, seen: set[int], formats: set[str]) -> tuple[int, str]:
+def _native_format(name: str) -> str:
+    return "packed" if name.endswith("_packed") else "scale" if name.endswith("_scale") else "plain"
+
+
+def _count(source: K3Source, layer: int, seen: Collection[int], formats: set[str]) -> tuple[int, str]:
     """Expert count and format of a layer; the router's rows decide, and disagreements are problems."""
     router = f"{source.side.root}layers.{layer}.{source.side.moe}gate.weight"
     entry = source.checkpoint.entries.get(router)
-    rows = entry.spec.shape[0] if entry and entry.spec.shape else source.layout.sizes["E"]
-    if seen and seen != set(range(rows)):
-        missing, extra = set(range(rows)) - seen, seen - set(range(rows))
-        said = [f"expert {ranges(list(s))} {what}" for s, what in ((missing, "lacking"), (extra, "unexpected")) if s]
-        source.problems.append(f"layer {layer}: the router {router} has {rows} rows, but {' and '.join(said)}")
+    rows = entry.spec.shape[0] if entry and entry.spec.shape else len(seen)
+    said = _disagreement(seen, rows) if entry and seen else ""
+    if said and entry:
+        source.problems.append(f"layer {layer}: the router {router} in {entry.file} has {rows} rows, but {said}")
     if len(formats) > 1:
-        source.problems.append(f"layer {layer} holds experts both quantised and plain")
-    return rows, "packed" if "packed" in formats or not formats else "plain"
+        source.problems.append(f"layer {layer} holds experts both quantised and plain; one form is expected in a layer")
+    return min(rows, MOST_EXPERTS), "packed" if "packed" in formats or not formats else "plain"
+
+
+def _disagreement(seen: Collection[int], rows: int) -> str:
+    if isinstance(seen, range) or rows > MOST_EXPERTS:
+        return f"{len(seen)} experts are there" if len(seen) != rows else ""
+    lacking, surplus = sorted(set(range(rows)).difference(seen)), sorted(e for e in seen if e >= rows)
+    said = [f"expert {ranges(lacking)} is lacking"] * bool(lacking) + [f"expert {ranges(surplus)} is there too"] * bool(surplus)
+    return " and ".join(said)
 
 
 def _compare_with_config(source: K3Source) -> None:
@@ -239,10 +246,3 @@ def _compare_with_config(source: K3Source) -> None:
         by_count = {n: [i for i, (m, _) in source.experts.items() if m == n] for n in sorted(counts)}
         said = "; ".join(f"{n} in layers {ranges(layers)}" for n, layers in by_count.items())
         source.notes.append(f"the config says {source.layout.sizes['E']} experts, the tensors hold {said}")
-
-
-def _next_tokens(text: Config, notes: list[str]) -> None:
-    """Multi-token-prediction layers are never part of a published K3 checkpoint; a config that promises them is corrected."""
-    if text.get("num_nextn_predict_layers"):
-        notes.append(f"config.json promises {text['num_nextn_predict_layers']} next-token layers, which the weights do not hold; set to 0")
-        text["num_nextn_predict_layers"] = 0

@@ -15,9 +15,14 @@ def indices(template: str) -> tuple[str, ...]:
     return tuple(field for _, field, _, _ in string.Formatter().parse(template) if field)
 
 
+def number(part: str) -> int | None:
+    """The index that a part of a name is, None when it is a word (or no number that anyone counts to)."""
+    return int(part) if part.isascii() and part.isdigit() and len(part) < 10 else None
+
+
 def fold(name: str) -> str:
     """A name with every number between dots replaced by `*`: `layers.3.mlp` -> `layers.*.mlp`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return ".".join("*" if number(part) is not None else part for part in name.split("."))
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -41,10 +46,10 @@ def folded(names: Iterable[str], most: int = 12, file_of: Callable[[str], str] |
     members: dict[str, list[str]] = {}
     for name in names:
         key = fold(name)
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        numbers = [n for n in map(number, name.split(".")) if n is not None]
         seen = groups.setdefault(key, [[] for _ in numbers])
-        for column, number in zip(seen, numbers, strict=True):
-            column.append(number)
+        for column, index in zip(seen, numbers, strict=True):
+            column.append(index)
         members.setdefault(key, []).append(name)
     lines = []
     for key, columns in groups.items():

@@ -90,7 +90,7 @@ class Findings:
         wrong: dict[str, list[str]] = {}
         for name, what in self.wrong:
             wrong.setdefault(what, []).append(name)
-        lines = [f"{line}: {what}" for what, names in wrong.items() for line in folded(names, file_of=self.file_of)]
+        lines = [f"{line} {what}" for what, names in wrong.items() for line in folded(names, file_of=self.file_of)]
         return self.other + lines + [head + line for head, names in kinds for line in folded(names, file_of=self.file_of)]
 
     def next_steps(self) -> str:
@@ -288,7 +288,7 @@ class Plan:
                 self._memo[key] = e.message
         result = self._memo[key]
         if isinstance(result, str):
-            self.findings.wrong.append((names[0], result))
+            self.findings.wrong.append((names[0], f"does not fit: {result}"))
             return None
         return result
 

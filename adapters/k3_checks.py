@@ -1,0 +1,113 @@
+"""What a K3-family checkpoint says twice, or differently in its config and its tensors; each finding names the remedy.
+
+| found | answer |
+|---|---|
+| layers under two roots; residual tensors in two spellings | problem: which files hold which |
+| a head that is missing although untied, or stored although tied | problem with the two remedies, one of them `--tie` |
+| tensors of layers that the config does not have, next-token layers among them | problem |
+| `num_nextn_predict_layers` without such tensors | note, and the written config says 0 |
+| a quantisation block beside plain experts, or packed experts without one | note: the tensors count |
+| `auto_map` entries whose file is not there | note, and they are removed from a lifted config |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kconv.names import folded
+from kconv.source import Checkpoint
+
+Config = dict[str, Any]
+HEAD = "lm_head.weight"
+
+
+def example(checkpoint: Checkpoint, names: Sequence[str]) -> str:
+    """How many tensors, one of them, and its file."""
+    first = names[0]
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}, {first} in {checkpoint.entries[first].file}"
+
+
+def two_roots(checkpoint: Checkpoint, roots: Sequence[str]) -> str:
+    """The problem of layers under several roots."""
+    found = (f"{r} ({example(checkpoint, [n for n in checkpoint.entries if n.startswith(r + 'layers.')])})" for r in roots)
+    return f"layers under two roots: {' and '.join(found)}; the root must be one: remove the tensors that do not belong"
+
+
+def two_spellings(checkpoint: Checkpoint, plain: Sequence[str], dotted: Sequence[str]) -> str:
+    """The problem of attention-residual tensors in two spellings."""
+    return (
+        f"attention-residual tensors in two spellings: {example(checkpoint, plain)}; and {example(checkpoint, dotted)}; "
+        "which of them count cannot be known: remove one set"
+    )
+
+
+def tied_head(checkpoint: Checkpoint, head: str, *, config_ties: bool, asked: bool, problems: list[str]) -> bool:
+    """Whether the head is the embedding; appends a problem where config, tensors and `--tie` contradict each other."""
+    stored = checkpoint.entries.get(head)
+    if stored is None:
+        if not (config_ties or asked):
+            problems.append(
+                f"{head} is missing and config.json says tie_word_embeddings false: "
+                "--tie if the embedding is the head, or fetch the file that holds the head"
+            )
+        return True
+    if config_ties and not asked:
+        problems.append(
+            f"{head} is stored in {stored.file} although config.json says tie_word_embeddings true: "
+            "--tie leaves it out (the embedding is the head), or set tie_word_embeddings to false if the stored head counts"
+        )
+    elif asked and not config_ties:
+        problems.append(f"--tie: {head} is stored in {stored.file} and config.json says untied; leave the option out")
+    return config_ties
+
+
+def beyond(checkpoint: Checkpoint, names: Sequence[str], depth: int, problems: list[str]) -> None:
+    """Tensors of layers after the last one."""
+    if not names:
+        return
+    some = "; ".join(folded(names, most=2))
+    problems.append(
+        f"config.json has {depth} layers (0-{depth - 1}), but {example(checkpoint, names)} lie beyond ({some}): "
+        "num_hidden_layers is wrong, or they are next-token prediction layers, which kconv does not convert"
+    )
+
+
+def next_tokens(text: Config, stored: bool, notes: list[str]) -> None:
+    """Next-token layers that the config promises and the tensors lack; the written config says what is there."""
+    promised = text.get("num_nextn_predict_layers")
+    if promised and not stored:
+        notes.append(f"config.json promises num_nextn_predict_layers {promised}, the weights hold none; written as 0")
+        text["num_nextn_predict_layers"] = 0
+
+
+def quantized(block: Config | None, formats: Iterable[str], notes: list[str]) -> None:
+    """A quantisation block that disagrees with the tensors."""
+    found = set(formats)
+    if block and found == {"plain"}:
+        notes.append("config.json has a quantization_config, but no expert is packed: the tensors count")
+    elif not block and "packed" in found:
+        notes.append("config.json has no quantization_config, but experts are packed: the tensors count")
+
+
+def absent_modules(auto_map: Any, present: Iterable[str]) -> dict[str, list[str]]:
+    """Keys of an `auto_map` whose Python files are not there, with those files; `repo--module.Class` is another repo's."""
+    files, absent = set(present), {}
+    for key, value in (auto_map if isinstance(auto_map, dict) else {}).items():
+        classes = value if isinstance(value, list) else [value]
+        modules = [c.split(".")[0] + ".py" for c in classes if isinstance(c, str) and "--" not in c]
+        lacking = [m for m in modules if m not in files]
+        if lacking:
+            absent[key] = lacking
+    return absent
+
+
+def auto_map(config: Config, present: Iterable[str], notes: list[str]) -> Config:
+    """The config without `auto_map` entries whose files are not there; says so in `notes`."""
+    absent = absent_modules(config.get("auto_map"), present)
+    if not absent:
+        return config
+    files = sorted({f for lacking in absent.values() for f in lacking})
+    notes.append(f"auto_map entries removed ({', '.join(sorted(absent))}): {', '.join(files)} not there")
+    kept = {k: v for k, v in config["auto_map"].items() if k not in absent}
+    return {k: v for k, v in config.items() if k != "auto_map"} | ({"auto_map": kept} if kept else {})
