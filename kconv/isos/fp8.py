@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kconv.errors import KconvError
-from kconv.isos import expect
+from kconv.isos import expect, notes
 from kconv.isos.base import SpecError, Specs, Tiles
 from kconv.isos.scaled import SCALE_DTYPES, ScaledIso
 from kconv.kernels.geometry import LAYOUTS, grid, layout_of, scale_shape
@@ -102,6 +102,7 @@ class Fp8(ScaledIso):
 
         if not self.sidecar:
             codes, scale = fp8.quantize(tensors[0], self.code, layout=self.layout, block=self.block, scale_dtype=self.scale_dtype)
+            notes.measure("FP8", tensors[0], lambda: fp8.decode(codes, scale, tensors[0].dtype, block=self.block))
             return [codes.view(torch_dtype(self._codes)), scale]
         lent = out[0].view(torch_dtype(self.code)) if out else None
         codes = fp8.encode_with_scale(tensors[0], tensors[1], self.code, lent, block=self.block)

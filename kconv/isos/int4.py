@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kconv.errors import BadData, KconvError
-from kconv.isos import expect
+from kconv.isos import expect, notes
 from kconv.isos.base import SpecError, Specs
 from kconv.isos.scaled import ScaledIso
 from kconv.spec import Spec, torch_dtype
@@ -117,7 +117,10 @@ class Int4(ScaledIso):
             packed = int4.encode_with_scale(tensors[0], tensors[1], out[0] if out else None, zero=zero)
             left = [packed, *tensors[1:]]
         else:
-            left = list(int4.quantize(tensors[0], self.group_size, torch_dtype(self.scale_dtype)))
+            values = tensors[0]
+            packed, scale = int4.quantize(values, self.group_size, torch_dtype(self.scale_dtype))
+            notes.measure("INT4", values, lambda: int4.decode(packed, scale, values.shape[1], values.dtype))
+            left = [packed, scale]
         if self.shape_dtype:
             shape = torch.tensor(tensors[0].shape, dtype=torch_dtype(self.shape_dtype))
             left.append(out[-1].copy_(shape) if out else shape)

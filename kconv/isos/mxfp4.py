@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kconv.errors import KconvError
-from kconv.isos import expect
+from kconv.isos import expect, notes
 from kconv.isos.base import Grade, Iso, SpecError, Specs, Tiles
 from kconv.spec import FLOATS, Spec, torch_dtype
 
@@ -23,19 +23,25 @@ if TYPE_CHECKING:
     Outs = Sequence[Tensor] | None
 
 SCALES = ("U8", "F8_E8M0")
+PACKED = ("U8", "I8", "F4")
 
 
 @dataclass(frozen=True)
 class Mxfp4(Iso):
-    """MXFP4 (left) as values of `dtype`, with the scales beside them when `sidecar` (right); see `kernels.mxfp4`."""
+    """MXFP4 (left) as values of `dtype`, with the scales beside them when `sidecar` (right); see `kernels.mxfp4`.
+
+    `packed_dtype` F4 counts codes in the last axis of its spec; the tensor itself is U8, two codes a byte.
+    """
 
     dtype: str = "BF16"
     sidecar: bool = True
     group_size: int = 32
     scale_dtype: str = "U8"
+    packed_dtype: str = "U8"
 
     def __post_init__(self) -> None:
-        if self.dtype not in FLOATS or self.scale_dtype not in SCALES or self.group_size % 2 or self.group_size < 2:
+        known = self.dtype in FLOATS and self.scale_dtype in SCALES and self.packed_dtype in PACKED
+        if not known or self.group_size % 2 or self.group_size < 2:
             raise KconvError(f"no such form of MXFP4: {self}")
 
     @property
@@ -45,11 +51,11 @@ class Mxfp4(Iso):
     def forward_specs(self, specs: Specs) -> Specs:
         expect.count("MXFP4 decoding", specs, 2)
         packed, scale = specs
-        expect.dtype("packed", packed, ("U8",))
+        expect.dtype("packed", packed, (self.packed_dtype,))
         expect.dtype("scale", scale, (self.scale_dtype,))
         if not packed.shape:
             raise SpecError(f"packed is {packed}, which has no axis of codes")
-        width = 2 * packed.shape[-1]
+        width = packed.shape[-1] * (1 if self.packed_dtype == "F4" else 2)
         self._divides(width, packed)
         expect.shape(
             "scale", scale, (*packed.shape[:-1], width // self.group_size),
@@ -69,25 +75,34 @@ class Mxfp4(Iso):
         scale = Spec(self.scale_dtype, (*values.shape[:-1], width // self.group_size))
         if self.sidecar and specs[1] != scale:
             raise SpecError(f"scale is {specs[1]}, expected {scale} for values {values}")
-        return Spec("U8", (*values.shape[:-1], width // 2)), scale
+        return Spec(self.packed_dtype, (*values.shape[:-1], width if self.packed_dtype == "F4" else width // 2)), scale
 
     def _divides(self, width: int, spec: Spec) -> None:
         if width % self.group_size:
             raise SpecError(f"{spec} holds {width} codes a row, which groups of {self.group_size} do not divide")
 
     def forward(self, tensors: Sequence[Tensor], out: Outs = None) -> list[Tensor]:
+        import torch
+
         from kconv.kernels import mxfp4
 
-        values = mxfp4.decode(tensors[0], tensors[1], torch_dtype(self.dtype), out[0] if out else None)
+        packed, scale = tensors[0].view(torch.uint8), tensors[1]
+        values = mxfp4.decode(packed, scale, torch_dtype(self.dtype), out[0] if out else None)
+        if scale.numel() and not scale.view(torch.uint8).any() and bool((packed & 0x77).any()):
+            notes.warn("all scale bytes are 0 (2^-127), as of a placeholder that was never filled; the neutral scale is 127")
         return [values, tensors[1]] if self.sidecar else [values]
 
     def backward(self, tensors: Sequence[Tensor], out: Outs = None) -> list[Tensor]:
+        import torch
+
         from kconv.kernels import mxfp4
 
+        stored = torch.int8 if self.packed_dtype == "I8" else torch.uint8
         if self.sidecar:
-            return [mxfp4.encode_with_scale(tensors[0], tensors[1], out[0] if out else None), tensors[1]]
+            lent = out[0].view(torch.uint8) if out else None
+            return [mxfp4.encode_with_scale(tensors[0], tensors[1], lent).view(stored), tensors[1]]
         packed, scale = mxfp4.encode(tensors[0], self.group_size)
-        return [packed, scale.view(torch_dtype(self.scale_dtype))]
+        return [packed.view(stored), scale.view(torch_dtype(self.scale_dtype))]
 
     def tiles(self, left: Specs, right: Specs) -> Tiles | None:
         return Tiles((1,) * len(left), (1,) * len(right)) if len(left[0].shape) > 1 else None

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kconv.isos import expect
+from kconv.isos import expect, notes
 from kconv.isos.base import SpecError, Specs
 from kconv.isos.scaled import ScaledIso
 from kconv.spec import Spec, torch_dtype
@@ -81,4 +82,6 @@ class Nvfp4(ScaledIso):
             packed = nvfp4.encode_with_scale(values, scale, whole, out[0] if out else None, divides=self.divides)
             return [packed, scale, whole]
         packed, scale, whole = nvfp4.quantize(tensors[0], divides=self.divides)
+        decode = partial(nvfp4.decode, packed, scale, whole, tensors[0].dtype, divides=self.divides)
+        notes.measure("NVFP4", tensors[0], decode)
         return [packed, scale, whole.reshape(self.global_shape)]

@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kconv.errors import KconvError
+from kconv.errors import BadData, KconvError
 
 CHUNK = 1 << 16
 """Elements handled at once by the plain torch kernels, so that index, table and output stay in a core's cache."""
 
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def chunk_rows(width: int, device: torch.device) -> int:
+    """Rows of `width` elements that plain torch handles at once; many more where each step is a kernel launch."""
+    return max(1, (CHUNK if device.type == "cpu" else CHUNK << 10) // max(width, 1))
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -35,6 +40,17 @@ def unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         flat, at = divmod(flat, size)
         position.append(at)
     return tuple(reversed(position))
+
+
+def refuse_not_finite(values: Tensor) -> None:
+    """Raises `BadData` (operand 0) at the first NaN or infinity, which no quantised format here holds."""
+    finite = values.isfinite()
+    if not bool(finite.all()):
+        at = first(~finite)
+        raise BadData(
+            f"{float(values[at])} cannot be quantised", operand=0, position=at,
+            hint="the weights are damaged here: check where they come from",
+        )  # fmt: skip
 
 
 def lend(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kconv.errors import BadData, KconvError
 from kconv.kernels import e2m1, geometry, scaled
-from kconv.kernels.codes import CODES, Code, nearest
-from kconv.kernels.common import first, lend
+from kconv.kernels.codes import CODES, Code
+from kconv.kernels.common import first, lend, refuse_not_finite
 from kconv.kernels.scaled import Scales
 from kconv.spec import SAFETENSORS_NAMES, torch_dtype
 
@@ -80,8 +80,8 @@ def quantize(
     form = CODES[code]
     shape = geometry.scale_shape(layout, tuple(values.shape), block)
     grid = geometry.grid(layout, tuple(values.shape), block)
+    refuse_not_finite(values)
     stacked = _stacked(values).float()
-    _refuse_special(stacked)
     top = _tile_max(stacked, grid)
     power = torch.where(top > 0, torch.exp2(torch.frexp(top / form.largest).exponent.float()), 1.0)
     power = torch.where(top == power / 2 * form.largest, power / 2, power)
@@ -157,12 +157,3 @@ def _nearest(stacked: Tensor, factor: Tensor, grid: geometry.Grid, code: Code, *
     quotient = (stacked / wide).clamp(-code.largest, code.largest)
     codes = quotient.to(torch_dtype(code.name))
     return codes.float() * wide if decoded else codes.view(torch.uint8)
-
-
-def _refuse_special(stacked: Tensor) -> None:
-    if not bool(stacked.isfinite().all()):
-        at = first(~stacked.isfinite())
-        raise BadData(f"{float(stacked[at])} cannot be quantised", operand=0, position=at)
-
-
-__all__ = ["NAMES", "code_of", "decode", "encode_with_scale", "factors", "nearest", "quantize", "scales_of"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from kconv.errors import BadData, KconvError
 from kconv.kernels import scaled
 from kconv.kernels.codes import CODES, Code
-from kconv.kernels.common import bits, first, lend
+from kconv.kernels.common import bits, first, lend, refuse_not_finite
 from kconv.kernels.geometry import Grid
 from kconv.kernels.scaled import Scales
 
@@ -64,11 +64,9 @@ def quantize(tensor: Tensor, group: int, scale_dtype: torch.dtype) -> tuple[Tens
     k is tried from 7 down to 1, then 8, each with the two neighbours of the quotient in `scale_dtype`. Otherwise the
     scale is max |value| / 7. Raises `BadData` for NaN and infinity.
     """
+    refuse_not_finite(tensor)
     rows, columns = tensor.shape
     grouped = tensor.float().reshape(rows, -1, group or columns)
-    if not bool(grouped.isfinite().all()):
-        at = first(~tensor.isfinite())
-        raise BadData(f"{float(tensor[at])} cannot be quantised", operand=0, position=at)
     top = grouped.abs().amax(-1)
     scale = torch.where(top > 0, top / 7, 1.0).to(scale_dtype)
     lossless = torch.zeros_like(top, dtype=torch.bool)
@@ -100,7 +98,7 @@ def unpack_zero(zero: Tensor, rows: int, groups: int) -> Tensor:
     if zero.dtype != torch.int32 or tuple(zero.shape) != (-(-rows // 8), groups):
         raise KconvError(f"zero points {zero.dtype} {list(zero.shape)} are not I32 {[-(-rows // 8), groups]}")
     byte = zero.t().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    return (scaled.unpack(byte, INT4, rows).to(torch.int8) - 8).t()
+    return (scaled.unpack(byte, INT4, rows).to(torch.int8) - 8).t().contiguous()
 
 
 def _refuse_surplus(codes: Tensor, columns: int) -> None:

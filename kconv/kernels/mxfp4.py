@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kconv.errors import BadData, KconvError
 from kconv.kernels import backend, e2m1
-from kconv.kernels.common import CHUNK, bits, first, lend, same_bits, viewable
+from kconv.kernels.common import CHUNK, bits, chunk_rows, first, lend, refuse_not_finite, same_bits, viewable
 
 GROUP = 32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -105,9 +105,7 @@ def quantize(values: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     if values.shape[-1] % group:
         raise KconvError(f"{list(values.shape)} does not divide into groups of {group}")
     wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
-    if not bool(torch.isfinite(wide).all()):
-        at = first(~torch.isfinite(wide))
-        raise BadData(f"{float(values[at])} cannot be quantised", operand=0, position=at)
+    refuse_not_finite(wide)
     grouped = wide.reshape(*wide.shape[:-1], -1, group)
     top = grouped.abs().amax(-1)
     exponent = torch.frexp(top).exponent - 3
@@ -183,7 +181,7 @@ def _decode(packed: Tensor, scale: Tensor, out: Tensor) -> None:
     """Plain torch: one look-up of two values by (scale, byte)."""
     table = e2m1.pair_table(out.dtype, out.device)
     pairs = out.view(table.dtype)
-    rows = _rows(packed)
+    rows = chunk_rows(packed.shape[1], packed.device)
     rows_of_scale = scale.to(torch.int32) << 8
     scratch = torch.empty((rows, packed.shape[1]), dtype=torch.int32, device=out.device)
     for i in range(0, packed.shape[0], rows):
@@ -196,7 +194,7 @@ def _decode(packed: Tensor, scale: Tensor, out: Tensor) -> None:
 def _encode(values: Tensor, scale: Tensor, out: Tensor) -> bool:
     """Plain torch: one look-up of a code by (scale, top bits of the bf16); false when a value has no code."""
     table = e2m1.code_table(values.device)
-    rows = _rows(values)
+    rows = chunk_rows(values.shape[1], values.device)
     rows_of_scale = scale.to(torch.int32) << 11
     for i in range(0, values.shape[0], rows):
         chunk = values[i : i + rows]
@@ -209,11 +207,6 @@ def _encode(values: Tensor, scale: Tensor, out: Tensor) -> bool:
         pairs = codes.view(torch.int16)
         out[i : i + rows].view(-1).copy_(pairs | pairs >> 4)
     return True
-
-
-def _rows(groups: Tensor) -> int:
-    device_chunk = CHUNK if groups.device.type == "cpu" else CHUNK << 10
-    return max(1, device_chunk // groups.shape[1])
 
 
 def _as_bf16(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

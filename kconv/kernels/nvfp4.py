@@ -19,7 +19,7 @@ from torch import Tensor
 from kconv.errors import BadData, KconvError
 from kconv.kernels import scaled
 from kconv.kernels.codes import CODES, Code, values
-from kconv.kernels.common import first, lend
+from kconv.kernels.common import first, lend, refuse_not_finite
 from kconv.kernels.geometry import Grid
 from kconv.kernels.scaled import Scales
 
@@ -61,10 +61,8 @@ def quantize(tensor: Tensor, *, divides: bool) -> tuple[Tensor, Tensor, Tensor]:
 
     Otherwise: global scale from max |value| / (6 * 448), group scales from max |value| / 6 in F8_E4M3, codes to nearest.
     """
+    refuse_not_finite(tensor)
     grouped = tensor.float().reshape(*tensor.shape[:-1], -1, GROUP)
-    if not bool(grouped.isfinite().all()):
-        at = first(~tensor.isfinite())
-        raise BadData(f"{float(tensor[at])} cannot be quantised", operand=0, position=at)
     top = grouped.abs().amax(-1)
     for make in (_powers_of_two, _by_maximum):
         scale, unit = make(top)

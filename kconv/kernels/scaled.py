@@ -21,7 +21,7 @@ from torch import Tensor
 from kconv.errors import BadData, KconvError
 from kconv.kernels import backend
 from kconv.kernels.codes import Code, nearest, pair_values, values
-from kconv.kernels.common import CHUNK, bits, first, same_bits, unravel, viewable
+from kconv.kernels.common import bits, chunk_rows, first, same_bits, unravel, viewable
 from kconv.kernels.geometry import Grid
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -152,7 +152,7 @@ def _run_decode(codes: Tensor, scales: Scales, code: Code, out: Tensor) -> bool:
 def _decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool:
     """Plain torch: one look-up of two fp32 numbers, product, rounding; chunk by chunk of rows."""
     rows, columns = out.shape
-    height = max(1, CHUNK // max(columns, 1))
+    height = chunk_rows(columns, codes.device)
     special = False
     for i in range(0, rows, height):
         chunk = codes[i : i + height]
@@ -222,7 +222,7 @@ def _encode(tensor: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor,
     table = nearest(code, tensor.device)
     rows, columns = tensor.shape
     divisor = torch.where(factor == 0, 1.0, factor)
-    height = max(1, CHUNK // max(columns, 1))
+    height = chunk_rows(columns, tensor.device)
     for i in range(0, rows, height):
         which = torch.arange(i, min(i + height, rows), device=tensor.device) // grid.height
         quotient = _by_columns(tensor[i : i + height].to(torch.float32, copy=True), divisor[which], grid.width, "div_")

@@ -55,6 +55,20 @@ def test_e8m0_scales_keep_their_dtype():
     round_trip(iso, [packed, scale.view(torch.float8_e8m0fnu)])
 
 
+def test_packed_codes_may_be_stored_as_f4_or_i8():
+    # KB-032: F4 counts codes, torch counts byte pairs.
+    packed, scale = stored((3, 64))
+    signed = Mxfp4("BF16", packed_dtype="I8")
+    round_trip(signed, [packed.view(torch.int8), scale])
+    four = Mxfp4("BF16", packed_dtype="F4")
+    specs = (Spec("F4", (3, 64)), Spec("U8", (3, 2)))
+    assert four.forward_specs(specs) == (Spec("BF16", (3, 64)), Spec("U8", (3, 2)))
+    assert four.backward_specs(four.forward_specs(specs)) == specs
+    assert torch.equal(four.backward(four.forward([packed, scale]))[0], packed)
+    with pytest.raises(SpecError, match="groups of 32 do not divide"):
+        four.forward_specs((Spec("F4", (2, 31)), Spec("U8", (2, 1))))
+
+
 def test_fused_experts_of_k3_shape_tile_by_rows():
     iso = Mxfp4("BF16")
     left = (Spec("U8", (6144, 1792)), Spec("U8", (6144, 112)))
