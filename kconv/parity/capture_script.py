@@ -46,9 +46,7 @@ from torch.overrides import TorchFunctionMode
 FORMAT = 1
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # model_type: the text model's class, its prefix in the checkpoint, and the prefixes that are not text.
-REMOTE = {
-    "kimi_k3": ("modeling_kimi_linear.KimiLinearForCausalLM", "language_model.", ("vision_tower.", "mm_projector."))
-}
+REMOTE = {"kimi_k3": ("modeling_kimi_linear.KimiLinearForCausalLM", "language_model.", ("vision_tower.", "mm_projector."))}
 RENAMES = (("language_model.", ""), ("model.", ""), ("block_sparse_moe", "mlp"), ("forget_gate.", ""))
 # What a module reads is a point of its own where no module made it: the mixtures, the recurrence, the experts' sum.
 INPUTS = (
@@ -122,11 +120,11 @@ class Recorder:
     """Hooks that keep what every module of the decoder computed in one forward pass.
 
     `hidden[i]` [B, T, hidden], `points[name]` [tokens, width or k] in order of execution, `routing[layer]` = (ids,
-    weights), each [tokens, top_k] with ascending ids.
+    weights), each [tokens, top_k] with ascending ids. `only` keeps points whose names begin so.
     """
 
-    def __init__(self, model: Any, k: int = 0, points: bool = True) -> None:
-        self.model, self.k, self.with_points = model, k, points
+    def __init__(self, model: Any, k: int = 0, points: bool = True, only: tuple[str, ...] = ("",)) -> None:
+        self.model, self.k, self.with_points, self.only = model, k, points, only
         self.hidden: dict[int, torch.Tensor] = {}
         self.points: dict[str, torch.Tensor] = {}
         self.routing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -137,7 +135,7 @@ class Recorder:
         prefix, stack = decoder(self.model)
         count = len(stack.layers)
         for name, module in self.model.named_modules():
-            inside = name.startswith(f"{prefix}.layers.") and not re.search(r"experts\.\d|\.act_fn$|layers\.\d+$", name)
+            inside = name.startswith(f"{prefix}.layers.") and not re.search(r"\.experts\.|\.act_fn$|layers\.\d+$", name)
             if inside:
                 self._watch(module, point_name(name))
         for i, layer in enumerate(stack.layers):
@@ -194,7 +192,9 @@ class Recorder:
             self._point(f"layers.{i}", first_float(out))
 
     def _point(self, name: str, x: torch.Tensor | None) -> None:
-        if x is None or name in self.points or not self.tokens or x.numel() % self.tokens:
+        if x is None or name in self.points or not name.startswith(self.only):
+            return
+        if not self.tokens or x.numel() % self.tokens:
             return
         self.points[name] = reduce(x.reshape(self.tokens, -1), self.k)
 
