@@ -19,13 +19,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from kconv.adapters import Options
-from kconv.adapters.k3_config import cut_layers, hf_text_config, native_config
+from kconv.adapters import k3_checks as checks
+from kconv.adapters.k3_config import cut_layers, hf_text_config, native_config, published_config
 from kconv.adapters.k3_experts import expert_rules
 from kconv.adapters.k3_layout import Row
 from kconv.adapters.k3_source import K3Source, Side, read_source
 from kconv.errors import KconvError
 from kconv.isos.base import Iso, Same
 from kconv.isos.dtype import Cast
+from kconv.isos.mxfp4 import Mxfp4
 from kconv.isos.shape import Reshape, TrimZeros
 from kconv.plans import Layouts
 from kconv.rules import Drop, Rule, rule
@@ -35,6 +37,7 @@ from kconv.spec import FLOATS, Spec, dtype_name
 NATIVE = Side("native", "model.", "")
 MODEL = "kconv.modeling.model:KimiK3ForCausalLM"
 TEXT = Side("hf-text", "model.", "")
+GATE_UP = "rows of w1 (gate), then rows of w3 (up); nothing is transposed or interleaved"
 
 
 def layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
@@ -45,6 +48,7 @@ def layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
     backward = source.side.name == "native" and options.to != "native"
     left, right = (target, source.side) if backward else (source.side, target)
     experts, experts_format = expert_rules(source, options, left, right, backward)
+    _refuse_without_effect(source, options, experts)
     rules = [*_rows(source, left, right, options), *experts, *_vision(source, options)]
     return Layouts(
         family="Kimi K3" if source.layout.config.get("attn_res_block_size") else "Kimi-Linear",
@@ -54,7 +58,7 @@ def layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
         backward=backward,
         drops=_drops(source, options),
         config=_config(source, options, experts_format),
-        facts=source.facts,
+        facts=source.facts | ({"gate_up_proj": GATE_UP} if options.to == "native" else {}),
         notes=source.notes,
         problems=source.problems,
         model=MODEL,
@@ -92,10 +96,12 @@ def _rows(source: K3Source, left: Side, right: Side, options: Options) -> Iterat
             over = {"layer": layers} if layers else {}
             left_name, right_name = left.spell(row), right.spell(row)
             iso = _iso(source, row, left, right, options)
-            yield rule(left_name, right_name, iso, over=over, expect=_expect(source, row, left, count))
+            expected, why = _expect(source, row, left, count)
+            yield rule(left_name, right_name, iso, over=over, expect=expected, why=why)
 
 
 def _iso(source: K3Source, row: Row, left: Side, right: Side, options: Options) -> Iso:
+    backward = source.side == right != left
     if row.name.endswith("A_log") and "native" in (left.name, right.name) and left.name != right.name:
         heads, shape = source.layout.sizes["H"], source.a_log_shape
         if len(shape) > 1:
@@ -103,18 +109,20 @@ def _iso(source: K3Source, row: Row, left: Side, right: Side, options: Options) 
         if shape[0] != heads:
             return TrimZeros(size=heads, padded=shape[0])
     if options.dtype and not row.fp32:
-        return Cast(source.stored_dtype(row), dtype_name(options.dtype))
+        stored, wanted = source.stored_dtype(row), dtype_name(options.dtype)
+        return Cast(wanted, stored) if backward else Cast(stored, wanted)
     return Same()
 
 
-def _expect(source: K3Source, row: Row, left: Side, count: int | None):
-    """Allowed specs of a row's published tensor: the config's shape, in the config's precision or in F32."""
-    shape = source.layout.shape(row.shape, **({"E": count} if count else {}))
+def _expect(source: K3Source, row: Row, left: Side, count: int | None) -> tuple[Any, str]:
+    """Allowed specs of a row's published tensor, the config's shape in the config's precision or in F32; and why."""
+    counts = {"E": count} if count else {}
+    shape, why = source.layout.shape(row.shape, **counts), source.layout.formula(row.shape, **counts)
     if row.name.endswith("A_log") and left.name != "native":
-        shape = source.a_log_shape
+        shape, why = source.a_log_shape, f"{why} alone, padded with zeros to a multiple of 8, or as [1, 1, heads, 1]"
     dtype = source.layout.config.get("dtype")
     allowed = {dtype_name(dtype), "F32"} if dtype else FLOATS
-    return ((tuple(Spec(d, shape) for d in sorted(allowed)),),)
+    return ((tuple(Spec(d, shape) for d in sorted(allowed)),),), why
 
 
 def _vision(source: K3Source, options: Options) -> Iterator[Rule]:
@@ -133,6 +141,9 @@ def _drops(source: K3Source, options: Options) -> list[Drop]:
         drops.append(Drop(tuple(source.outside), "outside --layers"))
     if source.surplus_sidecar:
         drops.append(Drop(tuple(source.surplus_sidecar), "sidecar scales, not needed by this target"))
+    head = source.side.head + checks.HEAD
+    if options.tie and source.tied and head in source.checkpoint.entries:
+        drops.append(Drop((head,), "the embedding is the head (--tie)"))
     return drops
 
 
@@ -145,17 +156,28 @@ def _refuse_unused(source: K3Source, options: Options) -> None:
         raise KconvError(f"--layers {options.layers[0]}-{options.layers[1]}: the checkpoint has layers 0-{source.depth - 1}")
 
 
+def _refuse_without_effect(source: K3Source, options: Options, experts: list[Rule]) -> None:
+    if options.experts and not source.experts:
+        raise KconvError(f"--experts {options.experts}: the checkpoint has no routed experts", hint="leave the option out")
+    if not options.sidecar and not any(isinstance(r.iso, Mxfp4) for r in experts):
+        raise KconvError(
+            "--no-sidecar: no packed expert is decoded here, so there is no sidecar to leave out",
+            hint="leave the option out, or ask for --experts bf16",
+        )
+
+
 def _config(source: K3Source, options: Options, experts_format: str) -> dict[str, Any]:
-    if options.to == "hf":
-        return source.hf_config(experts_format)
-    text = source.layout.config
+    text, quantized, present = source.layout.config, experts_format == "packed", source.checkpoint.files.names()
     if options.layers:
         text = cut_layers(text, *options.layers)
     if options.dtype:
         text = {**text, "dtype": str(options.dtype)}
     text = {**text, "tie_word_embeddings": source.tied}
+    if options.to == "hf":
+        return published_config(source.published_config(), text, quantized=quantized)
+    lifted = checks.auto_map(text, present, source.notes)
     if options.to == "hf-text":
-        return hf_text_config(source.original_config, text, source.published.root, quantized=experts_format == "packed")
+        return hf_text_config(source.original_config, lifted, source.published.root, quantized=quantized)
     counts = {i: n for i, (n, _) in source.experts.items()}
     return native_config(text, experts_format=experts_format, counts=counts, layers=text["num_hidden_layers"])
 

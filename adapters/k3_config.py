@@ -98,6 +98,24 @@ def hf_text_config(config: Config, text: Config, root: str, *, quantized: bool) 
     return lifted
 
 
+def published_config(original: Config, text: Config, *, quantized: bool) -> Config:
+    """The published config word for word, but for what the tensors no longer agree with.
+
+    `text` is the text config that describes the tensors; where its depth, dtype or tie differs from the original's, that
+    is written, and the quantisation blocks go where no expert is `quantized`.
+    """
+    config, before = copy.deepcopy(original), text_config(original)
+    holders = [h for h in (config, config.get("text_config")) if isinstance(h, dict)]
+    for key in ("num_hidden_layers", "linear_attn_config", "tie_word_embeddings", "dtype"):
+        if text.get(key) != before.get(key):
+            holders[-1][key] = text[key]
+            for holder in holders:
+                holder.update({k: text[key] for k in (key, "torch_" + key) if k in holder})
+    for holder in holders if not quantized else ():
+        holder.pop("quantization_config", None)
+    return config
+
+
 def without_prefix(block: Config, prefix: str) -> Config:
     """A quantisation block whose module names, and expressions that begin with it, lost `prefix`; vision entries removed."""
     result = copy.deepcopy(block)

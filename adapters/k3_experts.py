@@ -122,14 +122,16 @@ class _Group:
                 yield from self._carried(right, over)
             for i, name in enumerate(rights):
                 pieces = tuple((left[i],) for left in lefts)
-                yield Rule(pieces, (name,), self._move(), over, stack, tuple((e[i],) for e in expects))
+                expect = tuple((e[i],) for e in expects)
+                yield Rule(pieces, (name,), self._move(), over, stack, expect, why=self._why(parts))
             return
         names = tuple(tuple(left) for left in lefts)
         sidecar = self.sidecar()
         if sidecar:
             rights = [rights[0], self._names(self.right, right, True)[1]]
         iso = Mxfp4(dtype=self.dtype, sidecar=sidecar)
-        yield Rule(names, tuple(rights), iso, over, stack, tuple(tuple(e) for e in expects), ("model", "sidecar")[: len(rights)])
+        groups = ("model", "sidecar")[: len(rights)]
+        yield Rule(names, tuple(rights), iso, over, stack, tuple(map(tuple, expects)), groups, why=self._why(parts))
 
     def _carried(self, part: str, over: dict) -> Iterator[Rule]:
         """A decoded native checkpoint's own sidecar goes along, or is left out by name."""
@@ -153,6 +155,13 @@ class _Group:
             return [f"{base}{part}_packed", f"{base}{part}_scale"] if packed else [f"{base}{part}"]
         base += "{expert}." + part
         return [f"{base}.weight_packed", f"{base}.weight_scale"] if packed else [f"{base}.weight"]
+
+    def _why(self, parts: tuple[tuple[str, ...], ...]) -> str:
+        part = parts[0][0]
+        if part not in EXPERTS:
+            return ""
+        packed = f", two codes a byte, a scale for {GROUP} codes" if self.packed_left else ""
+        return self.source.layout.formula(EXPERTS[part]) + packed
 
     def _expect(self, part: str) -> list[tuple[Spec, ...] | None]:
         if part not in EXPERTS:

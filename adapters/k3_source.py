@@ -109,19 +109,14 @@ class K3Source:
         """Whether vision tensors go along: by default only to `hf`."""
         return bool(self.vision) and (options.vision or ("keep" if options.to == "hf" else "drop")) == "keep"
 
-    def hf_config(self, experts_format: str) -> Config:
-        """The published config: the source's own, without its quantisation blocks when the experts are not packed."""
+    def published_config(self) -> Config:
+        """The config that the checkpoint was published with; raises KconvError for a native one without its manifest."""
         if self.side.name == "native" and not self.checkpoint.manifest:
             raise KconvError(
                 f"{self.checkpoint.where} has no kconv.json, so its published config is not known",
                 hint="copy kconv.json from the conversion it came from, or use --to hf-text",
             )
-        config = {**self.original_config}
-        if experts_format != "packed" and quantization(config, []):
-            config.pop("quantization_config", None)
-            if "text_config" in config:
-                config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
-        return config
+        return self.original_config
 
 
 def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
