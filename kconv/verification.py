@@ -11,17 +11,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kconv import manifest as manifests
 from kconv.conversion import default_workers, plan
 from kconv.errors import KconvError
-from kconv.files import Files
+from kconv.files import Files, open_files
 from kconv.isos.base import Grade
 from kconv.names import folded
 from kconv.plans import Plan
@@ -123,20 +123,18 @@ def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: 
     Returns `ok`, `compared`, `different`, `missing`, `extra`, `differences` (tensor, file, position), `files`, `dropped`.
     """
     result: dict[str, Any] = {"compared": 0, "different": 0, "missing": [], "extra": [], "differences": [], "files": []}
-    try:
-        made = open_checkpoint(out)
-    except KconvError as e:
-        if not (Path(out) / MANIFEST).exists():
-            raise
-        return result | {"ok": False, "files": [e.message]}
-    if not made.manifest:
-        raise KconvError(f"{out} has no {MANIFEST}", hint="verify needs a folder that `kconv convert` made")
-    if made.files.read(MANIFEST) != manifests.dump(made.manifest):
+    files = out if isinstance(out, Files) else open_files(out)
+    manifest = _sealed(files)
+    if manifest is None:
         said = f"{MANIFEST} is not as kconv wrote it, so it cannot say what the other files should be"
         return result | {"ok": False, "files": [said]}
+    result["files"] = check_files(files, manifest, weights=sample is None)
+    try:
+        made = open_checkpoint(files)
+    except KconvError as e:
+        return result | {"ok": False, "files": [*result["files"], e.message]}
     forward = _same_plan(made, source)
-    result["files"] = check_files(made, weights=sample is None)
-    changed = forward.digest != made.manifest["plan_digest"]
+    changed = forward.digest != manifest["plan_digest"]
     if changed:
         result["files"].append("the source's tensors or the options are not those of the manifest: its plan digest differs")
     exact = forward.grade <= Grade.EXACT_WITH_SIDECAR
@@ -147,6 +145,18 @@ def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: 
     result["dropped"] = [f"{len(d.names)} tensors: {d.reason}" for d in forward.layouts.drops]
     result["ok"] = not (result["different"] or result["missing"] or result["extra"] or result["files"])
     return result
+
+
+def _sealed(files: Files) -> dict[str, Any] | None:
+    """The manifest of a converted folder; None when a byte of it was changed."""
+    if MANIFEST not in files.names():
+        raise KconvError(f"{files.where} has no {MANIFEST}", hint="verify needs a folder that `kconv convert` made")
+    raw = files.read(MANIFEST)
+    try:
+        manifest = json.loads(raw)
+    except ValueError:
+        return None
+    return manifest if isinstance(manifest, dict) and raw == manifests.dump(manifest) else None
 
 
 def inverse(forward: Plan, made: Checkpoint) -> Plan:
@@ -210,17 +220,16 @@ def _usable(part: Part, usable: set[str]) -> bool:
     return all(w.name in usable for w in part.writes)
 
 
-def check_files(made: Checkpoint, *, weights: bool) -> list[str]:
+def check_files(files: Files, manifest: dict[str, Any], *, weights: bool) -> list[str]:
     """What is wrong with the files of a converted folder, by its manifest's sizes and sha256."""
-    assert made.manifest is not None
     problems = []
-    present = set(made.files.names())
-    for name, known in made.manifest["files"].items():
+    present = set(files.names())
+    for name, known in manifest["files"].items():
         if name not in present:
             problems.append(f"{name} is missing")
-        elif made.files.size(name) != known["size"]:
-            problems.append(f"{name} has {made.files.size(name):,} bytes, {known['size']:,} by the manifest")
-        elif "sha256" in known and (weights or not name.endswith(".safetensors")) and sha256(made.files, name) != known["sha256"]:
+        elif files.size(name) != known["size"]:
+            problems.append(f"{name} has {files.size(name):,} bytes, {known['size']:,} by the manifest")
+        elif "sha256" in known and (weights or not name.endswith(".safetensors")) and sha256(files, name) != known["sha256"]:
             problems.append(f"{name} has another sha256 than the manifest")
     return problems
 
