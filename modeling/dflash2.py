@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from kconv.errors import KconvError
 from kconv.modeling.dflash_gqa import Tables
@@ -168,12 +169,13 @@ class DFlash2DraftModel(BlockDraftModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, GroupedDynamicConv):
-            module.base_kernel.zero_()
-            module.base_kernel[:, 0] = 1.0
-            module.kernel_projection.weight.zero_()
+            identity = torch.zeros_like(module.base_kernel)
+            identity[:, 0] = 1.0
+            init.copy_(module.base_kernel, identity)
+            init.zeros_(module.kernel_projection.weight)
         elif isinstance(module, CandidateSelector):
-            module.predecessor_codebook.normal_(0.0, self.config.initializer_range)
-            module.successor_codebook.zero_()
+            init.normal_(module.predecessor_codebook, mean=0.0, std=self.config.initializer_range)
+            init.zeros_(module.successor_codebook)
 
     def propose(self, hidden: Tensor, anchor_ids: Tensor, output_head: Head | None, sampler: Sampler) -> Proposal:
         """Tokens of a block by the selector's walk."""

@@ -7,6 +7,7 @@
 | `target_layer_ids` | 0-based target layers whose OUTPUT is tapped, in `fc`'s order | outputs or boundaries |
 | `target_num_hidden_layers` | depth of the target | `num_target_layers` is the depth or the number of taps |
 | `capture_stream` | `output`; on Kimi K3 `prefix` (running sum) or `attn_res` (what is read next) | mostly unstated |
+| `last_tap_normed` | a tap on the last layer is taken behind the target's final norm | z-lab: behind, NeMo: before |
 | `mla_norm_eps` | eps of `q_a_layernorm` and `kv_a_layernorm` (MLA) | in no file; 1e-6 or 1e-5 by trainer |
 | `rope_parameters` | Transformers 5 form, explicit `attention_factor`; None without RoPE | `rope_scaling`, `rope_theta` |
 | `is_causal`, `layer_is_causal` | whether a position sees only earlier ones of its block | default differs by runtime |
@@ -83,6 +84,7 @@ class DraftConfig(PreTrainedConfig):
     target_num_hidden_layers: int | None = None
     target_hidden_size: int | None = None
     capture_stream: str | None = None
+    last_tap_normed: bool = False
     fc_norm: bool = False
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None

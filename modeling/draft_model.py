@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from kconv.errors import KconvError
 from kconv.modeling.dflash_gqa import Tables
@@ -80,11 +81,11 @@ class BlockDraftModel(StrictPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            module.weight.normal_(0.0, self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                module.bias.zero_()
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, KimiRMSNorm):
-            module.weight.fill_(1.0)
+            init.ones_(module.weight)
 
     def project_target(self, target_hidden: Tensor) -> Tensor:
         """Concatenated taps [B, S, taps * width] -> context [B, S, hidden]."""

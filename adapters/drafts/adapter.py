@@ -89,7 +89,7 @@ def layouts(checkpoint: Checkpoint, options: Options, declared: Mapping[str, Any
     return Layouts(
         family=f"draft ({source.config['model_type']})", source_layout=source.layout, target_layout=options.to,
         rules=list(_rules(source, left, right, options)), backward=backward, drops=[], config=_config(source, options),
-        facts=source.facts, notes=source.notes, problems=source.problems,
+        facts=source.facts, notes=source.notes, problems=source.problems, model=_model(source),
     )  # fmt: skip
 
 
@@ -148,6 +148,14 @@ def _config(source: DraftSource, options: Options) -> dict[str, Any]:
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(options.dtype)
         return config
     return {**source.config, "dtype": str(options.dtype)} if options.dtype else dict(source.config)
+
+
+def _model(source: DraftSource) -> str:
+    """Module and class of the native model."""
+    from kconv.modeling.drafts import CLASSES
+
+    module, _, name = CLASSES[source.config["model_type"]]
+    return f"{module}:{name}"
 
 
 def _validate(source: DraftSource) -> None:

@@ -9,6 +9,7 @@ published file states them.
 | `capture_stream` prefix | NeMo hooks `outputs[0]`; TokenSpeed and vLLM take it unless `aux_hidden_stream` says `attn_res` |
 | `rope_interleave` for MLA | DeepSeek's neighbour pairs, in TorchSpec's trainer, vLLM and SGLang |
 | RoPE in Eagle3 MLA though `mla_use_nope` is true | TorchSpec's attention and every runtime rotate whatever that key says |
+| `last_tap_normed` for z-lab's DFlash and DFlash2 | its code reads `hidden_states[i + 1]`, the last of which is normed |
 | `window_rule` anchor, sliding layers causal | speculators' mask builder |
 | sliding layers causal without `is_causal` | z-lab's code, vLLM, SGLang; not `DFlashKimiK25`, non-causal in MAX's design |
 """
@@ -55,6 +56,7 @@ NOPE = {"mla_use_nope": True, "capture_stream": "prefix"}
 ROPE = {"mla_use_nope": False, "rope_interleave": True}
 EAGLE_MLA = {**ROPE, "sample_from_anchor": True}
 SPECULATORS = {"window_rule": "anchor"}
+ZLAB = {"last_tap_normed": True}
 
 DIALECTS: tuple[Dialect, ...] = (
     Dialect("speculators-dflash", "dflash", "DFlashDraftModel", speculators="dflash", fixed=SPECULATORS),
@@ -76,12 +78,18 @@ DIALECTS: tuple[Dialect, ...] = (
         "k3-dspark", "dspark", "DSparkDraftModel", ("K3DSparkModel",), ("k3_dspark",), attention="mla",
         fixed={**ROPE, "sample_from_anchor": True, "capture_stream": "prefix"},
     ),
-    Dialect("dflash2", "dflash2", "DFlash2DraftModel", ("DFlash2DraftModel",), ("qwen3_dflash2",), sliding_is_causal=True),
+    Dialect(
+        "dflash2", "dflash2", "DFlash2DraftModel", ("DFlash2DraftModel",), ("qwen3_dflash2",), fixed=ZLAB,
+        sliding_is_causal=True,
+    ),
     Dialect(
         "specforge-dspark", "dspark", "DSparkDraftModel", ("DSparkDraftModel",), ("qwen3_dspark",), projector="dspark",
         fixed={"sample_from_anchor": True}, sliding_is_causal=True,
     ),
-    Dialect("z-lab-dflash", "dflash", "DFlashDraftModel", ("DFlashDraftModel", "Qwen3DFlashDraftModel"), sliding_is_causal=True),
+    Dialect(
+        "z-lab-dflash", "dflash", "DFlashDraftModel", ("DFlashDraftModel", "Qwen3DFlashDraftModel"), fixed=ZLAB,
+        sliding_is_causal=True,
+    ),
     Dialect(
         "nemo-k3-eagle3", "eagle3", "Eagle3DraftModel", ("KimiK3Eagle3DraftModel",), attention="mla",
         fixed={**NOPE, "sample_from_anchor": True},

@@ -289,8 +289,7 @@ def _contract(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> Non
     if stated is None:
         stated = reading.dialect.fixed.get("sample_from_anchor", reading.dialect.speculators == "dspark")
     out["sample_from_anchor"] = bool(stated)
-    if rule := reading.dialect.fixed.get("window_rule"):
-        out["window_rule"] = rule
+    out.update({k: reading.dialect.fixed[k] for k in ("window_rule", "last_tap_normed") if k in reading.dialect.fixed})
 
 
 def _family(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:

@@ -8,8 +8,9 @@
 
 The prefix restarts at every block's first layer, so a tap at `i % attn_res_block_size == 0` holds that one layer's contribution.
 
-Ids are 0-based outputs: id i is Transformers' `hidden_states[i + 1]`, except for the last layer, whose entry there is
-after the final norm while a tap is before it.
+Ids are 0-based outputs: id i is Transformers' `hidden_states[i + 1]`. For the last layer the two differ: that entry is after
+the final norm, a hook on the layer is before it. Trainers that hook (NeMo) tap the latter, code that reads `hidden_states`
+(z-lab) the former; `last_normed` says which.
 
     with capture_hidden(model, taps=[1, 4, 7], stream="prefix") as captured:
         model(input_ids)
@@ -91,13 +92,16 @@ def resolve_stream(decoder: Any, stream: str | None) -> str:
 
 
 @contextmanager
-def capture_hidden(model: nn.Module, taps: Sequence[int], stream: str | None = None) -> Iterator[Captured]:
+def capture_hidden(
+    model: nn.Module, taps: Sequence[int], stream: str | None = None, *, last_normed: bool = False
+) -> Iterator[Captured]:
     """Capture layer states of every forward pass inside the block; see the module's table.
 
     Args:
         model: a native Kimi K3 model, or any Transformers decoder.
         taps: 0-based ids of layers, in the order in which the draft concatenates them.
         stream: `prefix`, `attn_res` (Kimi K3), or `output`.
+        last_normed: take the last layer's tap behind the final norm.
 
     Raises:
         KconvError: for taps that the model does not have, or a stream that does not fit it.
@@ -105,7 +109,10 @@ def capture_hidden(model: nn.Module, taps: Sequence[int], stream: str | None = N
     decoder = decoder_of(model)
     check_taps(list(taps), len(decoder.layers))
     captured = Captured(taps)
-    handles = [_hook(decoder, i, resolve_stream(decoder, stream), captured) for i in set(taps)]
+    stream, last = resolve_stream(decoder, stream), len(decoder.layers) - 1
+    handles = [
+        _norm_hook(decoder, i, captured) if last_normed and i == last else _hook(decoder, i, stream, captured) for i in set(taps)
+    ]
     try:
         yield captured
     finally:
@@ -121,6 +128,10 @@ def _hook(decoder: Any, layer: int, stream: str, captured: Captured) -> Any:
         captured.put(layer, mixed(module, inputs, state) if mixed else state)
 
     return decoder.layers[layer].register_forward_hook(after)
+
+
+def _norm_hook(decoder: Any, layer: int, captured: Captured) -> Any:
+    return decoder.norm.register_forward_hook(lambda module, inputs, output: captured.put(layer, output))
 
 
 def _mixer(decoder: Any, layer: int) -> Callable[[Any, Any, Tensor], Tensor]:

@@ -126,7 +126,7 @@ def speculative_generate(
     """
     config = draft.config
     check_fits(target, config)
-    state = Target(target, config.taps(), stream or config.capture_stream, way)
+    state = Target(target, config.taps(), stream or config.capture_stream, way, last_normed=config.last_tap_normed)
     proposer = proposer_for(draft, state, draft_tokens, min_confidence)
     sampler = Sampler(temperature, top_k, top_p, generator)
     return _generate(state, proposer, input_ids, max_new_tokens, set(stop_token_ids), sampler)

@@ -93,11 +93,20 @@ class Target:
         taps: layers to capture (0-based outputs); empty for none.
         stream: capture stream, see `capture`.
         way: how tokens are taken back, see the module's table.
+        last_normed: where a tap on the last layer is taken, see `capture`.
     """
 
-    def __init__(self, model: nn.Module, taps: Sequence[int] = (), stream: str | None = None, way: str = "auto") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        taps: Sequence[int] = (),
+        stream: str | None = None,
+        way: str = "auto",
+        *,
+        last_normed: bool = False,
+    ) -> None:
         self.model = model
-        self.taps, self.stream = tuple(taps), stream
+        self.taps, self.stream, self.last_normed = tuple(taps), stream, last_normed
         self.cache = new_cache(model)
         self.way = resolve_way(self.cache, way)
         if self.way != "snapshot" and hasattr(self.cache, "activate_past_recording"):
@@ -147,7 +156,7 @@ class Target:
         captured: Captured | None = None
         call = {CACHE_NAME: self.cache, "use_cache": True}
         if self.taps:
-            with capture_hidden(self.model, self.taps, self.stream) as captured:
+            with capture_hidden(self.model, self.taps, self.stream, last_normed=self.last_normed) as captured:
                 out = self.model(ids, **call)
         else:
             out = self.model(ids, **call)

@@ -4,6 +4,7 @@
 |---|---|---|
 | k3 | Kimi K3: MXFP4 experts, vision tower, two-level config | `kconv.synthesis.k3` |
 | kimi-linear | Kimi-Linear: plain experts, no vision, flat config | `kconv.synthesis.k3` |
+| k3-dflash, k25-dflash, k3-dflash2, k3-dspark, ... | drafts as published | `kconv.synthesis.drafts` |
 
 A family is a row here and, in its module, a `Family`: a frozen dataclass of options and a function that makes a
 `Synthetic` of it. The command line's options are the fields of that dataclass.
@@ -25,6 +26,13 @@ from kconv.synthesis.writing import Synthetic, write_checkpoint
 FAMILIES: dict[str, str] = {
     "k3": "kconv.synthesis.k3:K3",
     "kimi-linear": "kconv.synthesis.k3:KIMI_LINEAR",
+    "k3-dflash": "kconv.synthesis.drafts:K3_DFLASH",
+    "k25-dflash": "kconv.synthesis.drafts:K25_DFLASH",
+    "k3-dflash2": "kconv.synthesis.drafts:K3_DFLASH2",
+    "k3-dspark": "kconv.synthesis.drafts:K3_DSPARK",
+    "k3-dspark-gqa": "kconv.synthesis.drafts:K3_DSPARK_GQA",
+    "speculators-dspark": "kconv.synthesis.drafts:SPECULATORS_DSPARK",
+    "k3-eagle3": "kconv.synthesis.drafts:K3_EAGLE3",
 }
 
 
