@@ -31,6 +31,7 @@ from kconv.isos.mxfp4 import Mxfp4
 from kconv.isos.shape import Reshape, TrimZeros
 from kconv.plans import Layouts
 from kconv.rules import Drop, Rule, rule
+from kconv.side_files import without_tokenizer
 from kconv.source import Checkpoint
 from kconv.spec import FLOATS, Spec, dtype_name
 
@@ -59,7 +60,7 @@ def layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
         drops=_drops(source, options),
         config=_config(source, options, experts_format),
         facts=source.facts | ({"gate_up_proj": GATE_UP} if options.to == "native" else {}),
-        notes=source.notes,
+        notes=source.notes + without_tokenizer(checkpoint),
         problems=source.problems,
         model=MODEL,
     )

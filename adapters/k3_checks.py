@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kconv.names import folded
+from kconv.side_files import absent_modules
 from kconv.source import Checkpoint
 
 Config = dict[str, Any]
@@ -88,18 +89,6 @@ def quantized(block: Config | None, formats: Iterable[str], notes: list[str]) ->
         notes.append("config.json has a quantization_config, but no expert is packed: the tensors count")
     elif not block and "packed" in found:
         notes.append("config.json has no quantization_config, but experts are packed: the tensors count")
-
-
-def absent_modules(auto_map: Any, present: Iterable[str]) -> dict[str, list[str]]:
-    """Keys of an `auto_map` whose Python files are not there, with those files; `repo--module.Class` is another repo's."""
-    files, absent = set(present), {}
-    for key, value in (auto_map if isinstance(auto_map, dict) else {}).items():
-        classes = value if isinstance(value, list) else [value]
-        modules = [c.split(".")[0] + ".py" for c in classes if isinstance(c, str) and "--" not in c]
-        lacking = [m for m in modules if m not in files]
-        if lacking:
-            absent[key] = lacking
-    return absent
 
 
 def auto_map(config: Config, present: Iterable[str], notes: list[str]) -> Config:

@@ -13,13 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kconv import side_files
 from kconv.adapters import Options, layouts_for
-from kconv.errors import AnswerIsNo, EnvironmentLacks, KconvError
+from kconv.errors import AnswerIsNo, BadData, EnvironmentLacks, KconvError
+from kconv.files import Files
 from kconv.isos.base import Grade
 from kconv.job import Job, Settings, discard, tidy
 from kconv.layout import lay_out
 from kconv.plans import Plan
-from kconv.preflight import check_folders, check_room, peak_bytes, stored_bytes
+from kconv.preflight import check_device, check_folders, check_memory, check_padding, check_room, needed_bytes, peak_bytes
 from kconv.report import human
 from kconv.source import MANIFEST, Checkpoint, open_checkpoint, uncollected
 from kconv.writer import partial_path
@@ -47,7 +49,9 @@ def plan(source: Any, to: str = "native", *, follow_index: bool = False, **optio
     asked = Options(to=to, **options)
     said = {k: v for k, v in asdict(asked).items() if v is not None}
     with uncollected():
-        return Plan(checkpoint, layouts_for(checkpoint, asked), said)
+        layouts = layouts_for(checkpoint, asked)
+        layouts.notes += side_files.notes(checkpoint)
+        return Plan(checkpoint, layouts, said)
 
 
 def convert(
@@ -82,9 +86,11 @@ def convert(
         part: `(i, n)`: do only the i-th (from 1) of n shares, beside other processes on the same file system; the process
             that ends last finishes the folder. Under torchrun rank and world size are taken. Implies `resume`.
     """
+    _refuse_swapped(source, Path(out))
     the_plan = (source if isinstance(source, Plan) else plan(source, **options)).check()
     _require(the_plan, require)
-    target, part = Path(out), part or rank_part()
+    check_device(device)
+    target, part = Path(out).resolve(), part or rank_part()
     settings = Settings(shard_size, allowed_workers(the_plan, workers, memory), device, hashes, part)
     resume = resume or part[1] > 1
     if resume and already(the_plan, target):
@@ -93,10 +99,30 @@ def convert(
     check_folders(the_plan.source.files, target, overwrite=overwrite, resume=resume)
     files = lay_out(the_plan.targets, shard_size)
     partial = _partial(target, resume=resume, overwrite=overwrite)
-    check_room(target, files, partial, stored_bytes(the_plan))
+    check_room(target, files, partial, needed_bytes(the_plan, files))
+    check_memory(peak_bytes(the_plan, settings.workers))
+    check_padding(the_plan)
     job = Job(the_plan, partial, files, settings)
-    result = job.run(quiet=quiet)
+    try:
+        result = job.run(quiet=quiet)
+    except KconvError as e:
+        if isinstance(e.__cause__, BadData) and part[1] == 1:
+            discard(partial)  # the source itself is at fault: there is nothing to resume
+        raise
     return {**result, "finished": job.finish(target, overwrite=overwrite)}
+
+
+def _refuse_swapped(source: Any, out: Path) -> None:
+    """Refuse arguments in the wrong order: a source that is not there, or is empty, and an output that holds weights."""
+    if isinstance(source, Plan | Checkpoint | Files) or str(source).startswith("hf://") or not out.is_dir():
+        return
+    path = Path(source)
+    empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if empty and any(out.glob("*.safetensors")):
+        raise KconvError(
+            f"{source} {'is empty' if path.exists() else 'does not exist'}, and {out} holds weights: are the two swapped?",
+            hint=f"the source comes first: kconv convert {out} {source}",
+        )
 
 
 def rank_part() -> tuple[int, int]:

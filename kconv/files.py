@@ -110,16 +110,16 @@ class LocalFiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = Path(path)
         self.where = str(path)
-        self._single = self.root.name if self.root.is_file() else None
-        if self._single:
+        self.single = self.root.name if self.root.is_file() else None
+        if self.single:
             self.root = self.root.parent
         self.fds = Descriptors(lambda name: os.open(self.path(name), os.O_RDONLY))
         self._sparse: dict[str, bool] = {}
 
     def names(self) -> list[str]:
-        if self._single:
+        if self.single:
             beside = [n for n in ("config.json",) if (self.root / n).is_file()]
-            return sorted([self._single, *beside])
+            return sorted([self.single, *beside])
         return sorted(str(path.relative_to(self.root)) for path, _ in self._walk() if path.is_file())
 
     def folders(self) -> list[str]:
@@ -129,7 +129,7 @@ class LocalFiles:
     def unsafe_links(self) -> list[str]:
         """Symbolic links that lead nowhere, or out of the folder and not into a content store (as the Hub cache's do)."""
         root, found = self.root.resolve(), []
-        links = [p for p, _ in self._walk() if p.is_symlink()] if not self._single else []
+        links = [p for p, _ in self._walk() if p.is_symlink()] if not self.single else []
         for path in sorted(links):
             name, target = path.relative_to(self.root), path.resolve()
             if not target.exists():

@@ -1,12 +1,14 @@
-"""Is there room: checked before the first byte is written.
+"""Can it succeed: everything that can be known before the first byte is written; `kconv plan --out` shows it.
 
 | checked | against |
 |---|---|
+| the target folder | writable, empty or absent, no mount point, not inside the source nor around it |
 | bytes to write, less what an earlier run wrote | free space of the target's file system |
 | number of files | free inodes |
 | the largest file | the file-size limit of the process |
-| bytes in flight | `--memory` |
-| the target folder | writable, empty or absent, not inside the source nor around it |
+| bytes in flight | memory that is free, of the machine, the control group and the process |
+| the device | a GPU that torch can use |
+| padding that would be trimmed | zero in the data itself (a few kB, so that a long run does not fail in its last layer) |
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-from kconv.errors import EnvironmentLacks, KconvError
+from kconv.errors import BadData, EnvironmentLacks, KconvError, Problems
 from kconv.files import LocalFiles
+from kconv.isos.shape import TrimZeros
 from kconv.layout import OutFile
-from kconv.plans import Plan
+from kconv.plans import Edge, Plan
 from kconv.report import human
 from kconv.slabs import PART_BYTES
 
-SLACK = 64 << 20
+SLACK = 1 << 20
+SPARE_INODES = 64
 
 
 def peak_bytes(plan: Plan, workers: int) -> int:
@@ -41,54 +45,98 @@ def peak_bytes(plan: Plan, workers: int) -> int:
 
 
 def check_folders(source: object, out: Path, *, overwrite: bool, resume: bool) -> None:
-    """Refuse an output that is, holds, or lies inside the source, and one that is not empty."""
-    out = out.resolve()
+    """Refuse an output that is, holds, or lies inside the source, and one that is not empty or cannot be made."""
+    is_mount, out = os.path.ismount(out), out.resolve()
     if isinstance(source, LocalFiles):
-        root = source.root.resolve()
-        if out == root or out.is_relative_to(root) or root.is_relative_to(out):
-            relation = "is" if out == root else "lies inside" if out.is_relative_to(root) else "holds"
-            raise KconvError(f"the output {out.name} {relation} the source", hint="give another output folder: convert SOURCE OUT")
+        _refuse_overlap(source, out)
     if out.exists() and not out.is_dir():
-        raise KconvError(f"{out} is a file", hint="give a folder that does not exist yet")
+        raise KconvError(f"the output {out} is a file", hint="give a folder that does not exist yet: convert SOURCE OUT")
     if out.exists() and any(out.iterdir()):
-        if not overwrite:
-            hint = "it is finished: remove it, or say --overwrite" if resume else "give a new folder, or say --overwrite"
-            raise KconvError(f"the output folder {out} is not empty", hint=hint)
-        if not (out / "kconv.json").exists():
-            raise KconvError(f"{out} was not made by kconv, so --overwrite does not touch it", hint="remove it yourself")
-    parent = out.parent
-    while not parent.exists():
-        parent = parent.parent
-    if not os.access(parent, os.W_OK):
-        raise EnvironmentLacks(f"{parent} is not writable", hint="choose another folder or change its permissions")
+        _refuse_filled(out, overwrite=overwrite, resume=resume)
+    if is_mount:
+        raise KconvError(
+            f"the output {out} is a mount point, and a finished folder is put in place by a rename",
+            hint=f"give a folder in it: {out}/NAME",
+        )
+    parent = _existing(out.parent)
+    if not parent.is_dir():
+        raise KconvError(f"the output {out} cannot be made: {parent} is a file", hint="give a folder that does not exist yet")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise EnvironmentLacks(
+            f"{parent} is not writable, so {out.name} cannot be made there",
+            hint="choose another folder or change its permissions",
+        )
+
+
+def _refuse_overlap(source: LocalFiles, out: Path) -> None:
+    root = source.root.resolve()
+    if out == root or root.is_relative_to(out) or (out.is_relative_to(root) and not source.single):
+        relation = "is" if out == root else "lies inside" if out.is_relative_to(root) else "holds"
+        raise KconvError(
+            f"the output {out} {relation} the source {source.where}",
+            hint="the source is never written to; give a folder beside it: convert SOURCE OUT",
+        )
+
+
+def _refuse_filled(out: Path, *, overwrite: bool, resume: bool) -> None:
+    ours = (out / "kconv.json").exists()
+    if not overwrite:
+        hint = "--overwrite replaces it" if ours else "give a new folder; --overwrite replaces only what kconv made"
+        raise KconvError(
+            f"the output folder {out} is not empty: {'it holds a finished conversion' if ours else _some(out)}",
+            hint=("nothing is left to resume; " if resume and ours else "") + hint,
+        )
+    if not ours:
+        raise KconvError(
+            f"{out} was not made by kconv ({_some(out)}), so --overwrite does not touch it",
+            hint="remove it yourself, or give another folder",
+        )
+
+
+def _some(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    return f"it holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def check_room(out: Path, files: Sequence[OutFile], partial: Path, expected_bytes: int) -> None:
     """Refuse before writing when disk, inodes or the file-size limit do not suffice."""
-    where = out.parent
-    while not where.exists():
-        where = where.parent
+    where = _existing(out.parent)
     stat = os.statvfs(where)
     there = sum(p.stat().st_blocks * 512 for p in partial.iterdir()) if partial.exists() else 0
     need, free = max(0, expected_bytes - there) + SLACK, stat.f_bavail * stat.f_frsize
     if need > free:
         raise EnvironmentLacks(
-            f"{where} has {human(free)} free, the output takes {human(need)}",
+            f"{where} has {human(free)} free, the output {out.name} takes {human(need)}",
             hint="free space, choose another disk, or split the work with --layers",
         )
-    if stat.f_files and len(files) + 64 > stat.f_favail:
-        raise EnvironmentLacks(f"{where} has {stat.f_favail} inodes left, {len(files) + 64} are needed")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    largest = max((f.size for f in files), default=0)
-    if limit not in (resource.RLIM_INFINITY, -1) and largest > limit:
+    if stat.f_files and len(files) + SPARE_INODES > stat.f_favail:
         raise EnvironmentLacks(
-            f"the file-size limit of this process is {human(limit)}, the largest file takes {human(largest)}",
-            hint="raise it with `ulimit -f unlimited`",
+            f"{where} has {stat.f_favail} inodes left, {len(files) + SPARE_INODES} are needed",
+            hint="remove files, choose another disk, or a larger --shard-size",
         )
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    largest = max(files, key=lambda f: f.size, default=None)
+    if largest and limit not in (resource.RLIM_INFINITY, -1) and largest.size > limit:
+        raise EnvironmentLacks(
+            f"the file-size limit of this process is {human(limit)}, {largest.name} takes {human(largest.size)}",
+            hint="raise it with `ulimit -f unlimited`, or give a smaller --shard-size",
+        )
+
+
+def needed_bytes(plan: Plan, files: Sequence[OutFile]) -> int:
+    """Bytes that a conversion writes: tensors, headers, the index and manifest (about as much again), side files."""
+    side = sum(plan.source.files.size(name) for name in plan.source.other_files())
+    return stored_bytes(plan) + 2 * sum(len(f.header) for f in files) + side
 
 
 def stored_bytes(plan: Plan) -> int:
-    """Bytes the output can take on disk: everything, unless the source is mostly holes (a rehearsal)."""
+    """Bytes the output's tensors can take on disk: all of them, unless the source is mostly holes (a rehearsal)."""
     files = plan.source.files
     if not isinstance(files, LocalFiles):
         return plan.output_bytes
@@ -96,3 +144,78 @@ def stored_bytes(plan: Plan) -> int:
     apparent, stored = sum(s.st_size for s in shards), sum(s.st_blocks * 512 for s in shards)
     return plan.output_bytes if stored >= apparent // 2 else int(plan.output_bytes * (stored / max(1, apparent)))
 
+
+def check_memory(peak: int) -> None:
+    """Refuse when the buffers alone take more than there is."""
+    free = free_memory()
+    if peak > free:
+        raise EnvironmentLacks(
+            f"{human(peak)} of buffers are needed, {human(free)} of memory are free",
+            hint="give fewer --workers or a smaller --memory",
+        )
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process can still have: the machine's, its control group's and its own limit."""
+    found = [_meminfo("MemAvailable")]
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        most, now = (_number(Path("/sys/fs/cgroup") / name) for name in (limit, used))
+        if most is not None and now is not None:
+            found.append(max(0, most - now))
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return min([*found, *([space] if space not in (resource.RLIM_INFINITY, -1) else [])])
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _number(path: Path) -> int | None:
+    """The number in a control group's file, None where there is no file or no limit."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def check_device(device: str) -> None:
+    """Refuse a GPU that torch cannot use."""
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise EnvironmentLacks(f"--device {device}: torch {torch.__version__} can use no GPU here", hint="leave --device out")
+
+
+def check_padding(plan: Plan) -> None:
+    """Refuse padding that is not zero where a conversion would trim it: the data of those few small tensors is read."""
+    problems = []
+    for edge in plan.edges:
+        if isinstance(edge.rule.iso, TrimZeros) and not plan.backward:
+            problems += _filled_padding(plan, edge)
+    if problems:
+        raise Problems(
+            f"{plan.source.where}: padding that would be trimmed holds data:", problems,
+            hint="the tensors are not padded as this layout is: ask their publisher; nothing was written",
+        )  # fmt: skip
+
+
+def _filled_padding(plan: Plan, edge: Edge) -> list[str]:
+    import torch
+
+    from kconv.spec import torch_dtype
+
+    problems = []
+    for value in edge.rule.domain:
+        for (name, *_), (spec, *_) in zip(edge.rule.left_names(edge.binding, value), edge.lefts, strict=True):
+            entry = plan.entry(name)
+            data = bytearray(plan.source.files.read(entry.file, entry.start, spec.nbytes))
+            try:
+                edge.rule.iso.forward([torch.frombuffer(data, dtype=torch_dtype(spec.dtype)).view(spec.shape)])
+            except BadData as e:
+                problems.append(f"{name} in {entry.file}, position {list(e.position)}: {e.message}")
+    return problems
