@@ -42,11 +42,15 @@ def unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(position))
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether there is no NaN and no infinity, in one pass without a mask."""
+    return not values.numel() or all(bool(edge.isfinite()) for edge in torch.aminmax(values))
+
+
 def refuse_not_finite(values: Tensor) -> None:
     """Raises `BadData` (operand 0) at the first NaN or infinity, which no quantised format here holds."""
-    finite = values.isfinite()
-    if not bool(finite.all()):
-        at = first(~finite)
+    if not all_finite(values):
+        at = first(~values.isfinite())
         raise BadData(
             f"{float(values[at])} cannot be quantised", operand=0, position=at,
             hint="the weights are damaged here: check where they come from",

@@ -104,22 +104,38 @@ def quantize(values: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     """
     if values.shape[-1] % group:
         raise KconvError(f"{list(values.shape)} does not divide into groups of {group}")
-    wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
-    refuse_not_finite(wide)
-    grouped = wide.reshape(*wide.shape[:-1], -1, group)
-    top = grouped.abs().amax(-1)
-    exponent = torch.frexp(top).exponent - 3
-    scale = torch.where(top > 0, exponent + 127, e2m1.NEUTRAL_SCALE).clamp(0, 254)
-    magnitude = torch.ldexp(grouped.abs(), 127 - scale.unsqueeze(-1))
-    code = nearest_code(magnitude) | torch.signbit(grouped).to(torch.uint8) << 3
-    pairs = code.view(*wide.shape[:-1], -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4, scale.to(torch.uint8)
+    refuse_not_finite(values)
+    packed = torch.empty((*values.shape[:-1], values.shape[-1] // 2), dtype=torch.uint8, device=values.device)
+    scale = torch.empty((*values.shape[:-1], values.shape[-1] // group), dtype=torch.uint8, device=values.device)
+    rows = chunk_rows(group, values.device)
+    pieces = (t.split(rows) for t in (values.reshape(-1, group), packed.view(-1, group // 2), scale.view(-1)))
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    space = torch.empty((3, rows, group), dtype=wide, device=values.device)
+    for chunk, codes, exponents in zip(*pieces, strict=True):
+        _quantize(chunk, codes, exponents, space[:, : chunk.shape[0]])
+    return packed, scale
+
+
+def _quantize(values: Tensor, packed: Tensor, scale: Tensor, space: Tensor) -> None:
+    """One chunk; `space` holds three numbers for every value, so that no chunk asks for memory."""
+    size = space[0].copy_(values)
+    sign = torch.signbit(size).to(torch.uint8)
+    top = size.abs_().amax(1)
+    byte = torch.where(top > 0, torch.frexp(top).exponent + 124, e2m1.NEUTRAL_SCALE).clamp(0, 254)
+    scale.copy_(byte)
+    size *= e2m1.e8m0().to(size)[254 - byte.long()].unsqueeze(1)
+    # The code as a function of its value is concave and linear between 0, 2, 4 and 6: the least of the three lines.
+    code = torch.add(size, 2, out=space[1])
+    torch.minimum(torch.mul(size, 2, out=space[2]), code, out=code)
+    torch.minimum(size.mul_(0.5).add_(4), code, out=code)
+    pairs = code.clamp_(max=7).round_().to(torch.uint8).bitwise_or_(sign << 3).view(torch.int16)
+    packed.view(-1).copy_((pairs | pairs >> 4).view(-1))
 
 
 def nearest_code(magnitude: Tensor) -> Tensor:
     """The E2M1 code (uint8, 0..7) nearest to a non-negative magnitude, ties to even, saturating at 6."""
-    step = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude * 0.5 + 4))
-    return step.round().clamp(max=7).to(torch.uint8)
+    step = torch.minimum(torch.minimum(magnitude * 2, magnitude + 2), magnitude * 0.5 + 4)
+    return step.clamp_(max=7).round_().to(torch.uint8)
 
 
 def group_of(packed: Tensor, scale: Tensor) -> int:
@@ -196,12 +212,14 @@ def _encode(values: Tensor, scale: Tensor, out: Tensor) -> bool:
     table = e2m1.code_table(values.device)
     rows = chunk_rows(values.shape[1], values.device)
     rows_of_scale = scale.to(torch.int32) << 11
+    index_space = torch.empty((rows, values.shape[1]), dtype=torch.int32, device=values.device)
+    code_space = torch.empty(rows * values.shape[1], dtype=torch.uint8, device=values.device)
     for i in range(0, values.shape[0], rows):
         chunk = values[i : i + rows]
-        index = chunk.view(torch.uint16).to(torch.int32).bitwise_right_shift_(5)
-        index |= rows_of_scale[i : i + rows, None]
-        codes = torch.index_select(table, 0, index.view(-1))
-        low_bits = chunk.view(torch.int32) & 0x001F001F
+        index = index_space[: chunk.shape[0]]
+        index.copy_(chunk.view(torch.uint16)).bitwise_right_shift_(5).bitwise_or_(rows_of_scale[i : i + rows, None])
+        codes = torch.index_select(table, 0, index.view(-1), out=code_space[: chunk.numel()])
+        low_bits = torch.bitwise_and(chunk.view(torch.int32), 0x001F001F, out=index.view(2, -1)[0].view(chunk.shape[0], -1))
         if int(codes.max()) > 15 or int(low_bits.max()) > 0:
             return False
         pairs = codes.view(torch.int16)

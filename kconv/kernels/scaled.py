@@ -21,7 +21,7 @@ from torch import Tensor
 from kconv.errors import BadData, KconvError
 from kconv.kernels import backend
 from kconv.kernels.codes import Code, nearest, pair_values, values
-from kconv.kernels.common import bits, chunk_rows, first, same_bits, unravel, viewable
+from kconv.kernels.common import all_finite, bits, chunk_rows, first, same_bits, unravel, viewable
 from kconv.kernels.geometry import Grid
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -108,11 +108,6 @@ def per_row(factor: Tensor, grid: Grid, rows: int) -> Tensor:
     return factor.repeat_interleave(grid.height, 1)[:, :rows] if grid.height > 1 else factor
 
 
-def multiply_(tensor: Tensor, factor: Tensor, width: int) -> Tensor:
-    """In place, [R, I] times factor [R, columns], each over `width` values."""
-    return _by_columns(tensor, factor, width, "mul_")
-
-
 def unpack(codes: Tensor, code: Code, columns: int) -> Tensor:
     """One code a byte, U8 [..., columns]."""
     if code.per_byte == 1:
@@ -153,32 +148,43 @@ def _decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, 
     """Plain torch: one look-up of two fp32 numbers, product, rounding; chunk by chunk of rows."""
     rows, columns = out.shape
     height = chunk_rows(columns, codes.device)
+    look_up = _LookUp(code, min(height, rows), codes)
     special = False
     for i in range(0, rows, height):
         chunk = codes[i : i + height]
-        special |= _has_special(chunk, code)
+        special |= look_up.has_special(chunk)
         which = torch.arange(i, min(i + height, rows), device=codes.device) // grid.height
-        number = _look_up(chunk, code)[:, :columns]
+        number = look_up(chunk)[:, :columns]
         if offset is not None:
             _by_columns(number, offset[which], grid.width, "sub_")
-        out[i : i + height].copy_(multiply_(number, factor[which], grid.width))
+        out[i : i + height].copy_(_by_columns(number, factor[which], grid.width, "mul_"))
     return special
 
 
-def _look_up(codes: Tensor, code: Code) -> Tensor:
-    """The fp32 numbers of codes [R, W], [R, W * codes per byte]."""
-    if code.per_byte == 1 and not (viewable(codes, 2) and codes.shape[1] % 2 == 0):
-        table = values(code, codes.device)
-        return torch.index_select(table, 0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
-    index = (codes.view(torch.uint16) if code.per_byte == 1 else codes).to(torch.int32)
-    pairs = torch.index_select(pair_values(code, codes.device), 0, index.view(-1))
-    return pairs.view(torch.float32).view(codes.shape[0], -1)
+class _LookUp:
+    """The fp32 numbers of codes [R, W], in storage kept from chunk to chunk."""
 
+    def __init__(self, code: Code, rows: int, codes: Tensor) -> None:
+        pairs = code.per_byte == 2 or (codes.shape[1] % 2 == 0 and viewable(codes, 2))
+        self.view = torch.uint16 if pairs and code.per_byte == 1 else torch.uint8
+        self.table = (pair_values if pairs else values)(code, codes.device)
+        width = codes.shape[1] // self.view.itemsize
+        self.index = torch.empty((rows, width), dtype=torch.int32, device=codes.device)
+        self.number = torch.empty(rows * width, dtype=self.table.dtype, device=codes.device)
+        self.byte = torch.empty((rows, codes.shape[1]), dtype=torch.uint8, device=codes.device)
+        self.code = code
 
-def _has_special(codes: Tensor, code: Code) -> bool:
-    if code.hole < 256:
-        return int((codes ^ code.hole).min()) == 0
-    return code.limit < 128 and int((codes & 0x7F).max()) >= code.limit
+    def has_special(self, codes: Tensor) -> bool:
+        """Whether a code is not finite."""
+        byte = self.byte[: codes.shape[0]]
+        if self.code.hole < 256:
+            return int(torch.bitwise_xor(codes, self.code.hole, out=byte).min()) == 0
+        return self.code.limit < 128 and int(torch.bitwise_and(codes, 0x7F, out=byte).max()) >= self.code.limit
+
+    def __call__(self, codes: Tensor) -> Tensor:
+        index = self.index[: codes.shape[0]].copy_(codes.view(self.view))
+        number = torch.index_select(self.table, 0, index.view(-1), out=self.number[: index.numel()])
+        return number.view(torch.float32).view(codes.shape[0], -1)
 
 
 def _specials(codes: Tensor, code: Code) -> Tensor:
@@ -207,8 +213,7 @@ def _patch_specials(codes: Tensor, scales: Scales, code: Code, out: Tensor, fini
 
 def _run_encode(tensor: Tensor, scales: Scales, code: Code, out: Tensor) -> None:
     compiled = backend.compiled("scaled", tensor.device.type)
-    low, high = torch.aminmax(tensor)
-    special = None if bool(low.isfinite() & high.isfinite()) else ~tensor.isfinite()
+    special = None if all_finite(tensor) else ~tensor.isfinite()
     source = tensor if special is None else torch.where(special, 0.0, tensor)
     for matrix, factor, target, offset in _matrices(source, scales, out):
         if compiled is None or not compiled.encode(matrix, factor.contiguous(), scales.grid, code, target, offset):
