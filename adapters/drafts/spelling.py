@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 PREFIXES: dict[str, tuple[tuple[str, str], ...]] = {
     "context": (("fc.weight", "context_proj.weight"), ("hidden_norm.", "context_norm."), ("norm.", "final_norm.")),
-    "midlayer": (("layers.0.", "midlayer."),),
+    "midlayer": (("layers.{layer}.", "midlayer."), ("layers.0.", "midlayer.")),
     "logit_head": (("markov_head.", "logit_head.markov_head."),),
     "flat": (("markov_head.", ""), ("confidence_head.proj.", "confidence_proj.")),
     "codebook": (

@@ -257,7 +257,8 @@ def k3_eagle3(s: Eagle3Shape) -> Json:
     }  # fmt: skip
     return {
         "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", **s.common, **s.attention,
-        "mla_use_nope": True, "hidden_act": "silu", "draft_vocab_size": s.draft_vocab, "torch_dtype": s.dtype, "rope_theta": 50000.0,
+        "mla_use_nope": True, "hidden_act": "silu", "draft_vocab_size": s.draft_vocab, "torch_dtype": s.dtype,
+        "rope_theta": 50000.0,
         "rope_scaling": {"type": "yarn", **yarn(32.0, **MSCALE)}, "max_position_embeddings": 2048, "eagle_config": eagle, **new,
         "pad_token_id": 0,
     }  # fmt: skip

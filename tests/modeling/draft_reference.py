@@ -129,7 +129,9 @@ def eagle3(variant: str) -> tuple[Any, dict[str, torch.Tensor]]:
     model.set_vocab_mapping(chosen)
     ids = torch.randint(0, 97, (B, S), generator=torch.Generator().manual_seed(9))
     aux = randn(B, S, len(TAPS) * config.hidden_size, seed=10)
-    states, cache, steps = model.project_hidden_states(aux), [[], []], []
+    states = model.project_hidden_states(aux)
+    cache: list[list[torch.Tensor]] = [[], []]
+    steps = []
     tokens, io = ids, {"ids": ids, "aux": aux, "projected": states}
     for _ in range(3):
         states = model(tokens, states, torch.ones(B, S), cache_hidden=cache)

@@ -23,8 +23,9 @@ YARN = {
 }  # fmt: skip
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": HIDDEN,
-    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5, "attention_bias": False, "max_position_embeddings": 256, "rope_theta": 50000.0, "rope_scaling": YARN,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "max_position_embeddings": 256, "rope_theta": 50000.0,
+    "rope_scaling": YARN,
     "num_target_layers": 3, "block_size": BLOCK, "dflash_config": {"mask_token_id": 12, "target_layer_ids": TAPS},
     "layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
