@@ -50,9 +50,7 @@ def pause(error: Exception, failures: int, name: str) -> None:
             hint="check the network and HF_ENDPOINT, then run the same command again",
         ) from error
     if wait is not None and wait > LONGEST_RATE_LIMIT:
-        raise EnvironmentLacks(
-            f"{name}: rate limited for {wait:.0f} s", hint="run the same command again later"
-        ) from error
+        raise EnvironmentLacks(f"{name}: rate limited for {wait:.0f} s", hint="run the same command again later") from error
     sleep(min(LONGEST_PAUSE, 2.0 ** (failures - 1)) if wait is None else wait)
 
 
@@ -67,17 +65,30 @@ def patiently(call: Callable[[], T], name: str, *, on_wait: Callable[[Exception]
     while True:
         try:
             return call()
-        except (HfHubHTTPError, transport_error()) as e:
-            response = getattr(e, "response", None)
-            if isinstance(e, HfHubHTTPError) and (response is None or response.status_code not in RETRY_STATUS):
-                raise explain(e, name) from e
-            failures += 1
-            if on_wait:
-                on_wait(e)
-            again = e if response is None else Again(response.status_code, stated_pause(response.headers))
-            pause(again, failures, name)
         except Exception as e:
-            raise explain(e, name) from e
+            cause = _about_the_hub(e)
+            response = getattr(cause, "response", None)
+            if cause is None or (isinstance(cause, HfHubHTTPError) and getattr(response, "status_code", 0) not in RETRY_STATUS):
+                said = explain(cause or e, name)
+                if said is e:
+                    raise
+                raise said from e
+            failures += 1
+            again = cause if response is None else Again(response.status_code, stated_pause(response.headers))
+            pause(again, failures, name)
+            if on_wait:
+                on_wait(cause)
+
+
+def _about_the_hub(error: BaseException | None) -> Exception | None:
+    """The HTTP or network error behind an exception; huggingface_hub wraps those of uploads in RuntimeError."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    while error is not None:
+        if isinstance(error, (HfHubHTTPError, transport_error())):
+            return error
+        error = error.__cause__
+    return None
 
 
 def explain(error: Exception, name: str) -> Exception:
@@ -94,9 +105,7 @@ def explain(error: Exception, name: str) -> Exception:
             return KconvError(f"{name} does not exist, or is private and no token is set", hint=NO_TOKEN)
         return KconvError(f"{name} does not exist, or your token may not see it", hint="check the name and the token")
     if isinstance(error, hub_errors.RevisionNotFoundError):
-        return KconvError(
-            f"{name}: no such branch, tag or commit", hint="the repository's page lists its branches and tags"
-        )
+        return KconvError(f"{name}: no such branch, tag or commit", hint="the repository's page lists its branches and tags")
     if isinstance(error, hub_errors.EntryNotFoundError):
         return KconvError(f"{name} does not exist at this revision")
     if isinstance(error, hub_errors.HFValidationError):
@@ -108,4 +117,6 @@ def explain(error: Exception, name: str) -> Exception:
         return KconvError(f"{name}: the Hub refused ({status}): {said or error}", hint=hint)
     if isinstance(error, hub_errors.HfHubHTTPError):
         return KconvError(f"{name}: the Hub answered {status}: {said or error}")
+    if isinstance(error, ValueError) and str(error).startswith(("LFS batch API returned errors", "Invalid metadata")):
+        return KconvError(f"{name}: the Hub refused: {' '.join(str(error).split())}")
     return error

@@ -54,15 +54,16 @@ def writer_of(app: HubServer, request: Request, namespace: str) -> dict[str, Any
     return user
 
 
-def repo_of(app: HubServer, request: Request, *, write: bool = False, content: bool = False) -> Repo:
-    """The repository in the request's path, if the user may see it (and write to it, or read its files)."""
+def repo_of(app: HubServer, request: Request, *, write: bool = False, content: bool = False, rev: str = "") -> Repo:
+    """The repository in the request's path, if the user may see it, write to it (or to its own pull request `rev`)."""
     user = user_of(app, request)
     repo = app.store.repos.get(request.groups["repo"])
     namespace = request.groups["repo"].split("/")[0]
     member = user is not None and namespace in [user["name"], *user["orgs"]]
     if repo is None or (repo.private and not member):
         raise Refused(Response.error(404 if user else 401, "Repository not found", "RepoNotFound"))
-    if write:
+    own = user is not None and [d for d in repo.discussions if f"refs/pr/{d.num}" == rev and d.author == user["name"]]
+    if write and not own:
         writer_of(app, request, namespace)
     if content and repo.gated and not member:
         raise Refused(Response.error(403 if user else 401, f"Access to model {repo.id} is restricted.", "GatedRepo"))
@@ -132,9 +133,7 @@ def tree(app: HubServer, request: Request) -> Response:
     prefix = unquote(request.groups.get("path") or "")
     prefix = f"{prefix}/" if prefix else ""
     files = [p for p in sorted(commit.tree) if p.startswith(prefix)]
-    items = [
-        _item(p, commit) for p in files if "/" not in p.removeprefix(prefix) or request.query.get("recursive") == "true"
-    ]
+    items = [_item(p, commit) for p in files if "/" not in p.removeprefix(prefix) or request.query.get("recursive") == "true"]
     folders = sorted({prefix + p.removeprefix(prefix).split("/")[0] for p in files if "/" in p.removeprefix(prefix)})
     items = [{"type": "directory", "path": f, "size": 0, "oid": "0" * 40} for f in folders] + items
     start = int(request.query.get("cursor") or 0)

@@ -9,6 +9,7 @@
 | `cut_response=0, before=False` | the request is carried out, its answer is lost |
 | `delay=S` | S seconds pass first |
 | `call=f` | f() runs first (a test kills its client there) |
+| `call=f, before=False` | f() runs when the request was carried out, before it is answered |
 
 `skip` lets the first matches pass, `times` bounds how often it fires (None: always).
 """

@@ -62,8 +62,9 @@ def validate_yaml(app: HubServer, request: Request) -> Response:
 
 def preupload(app: HubServer, request: Request) -> Response:
     """POST /api/models/{repo}/preupload/{rev}: upload modes and the ids of what the revision holds."""
-    repo = repo_of(app, request, write=not request.query.get("create_pr"))
-    commit = commit_of(repo, request.groups["rev"])
+    rev = unquote(request.groups["rev"])
+    repo = repo_of(app, request, write=not request.query.get("create_pr"), rev=rev)
+    commit = commit_of(repo, rev)
     files = []
     for file in request.json()["files"]:
         entry = commit.tree.get(file["path"])
@@ -75,8 +76,8 @@ def preupload(app: HubServer, request: Request) -> Response:
 
 def lfs_batch(app: HubServer, request: Request) -> Response:
     """POST /{repo}.git/info/lfs/objects/batch."""
-    repo = repo_of(app, request, write=True)
     data = request.json()
+    repo = repo_of(app, request, write=True, rev=data.get("ref", {}).get("name", ""))
     objects = [_lfs_object(app, repo, o["oid"], o["size"], "multipart" in data["transfers"]) for o in data["objects"]]
     chosen = "multipart" if any("chunk_size" in str(o) for o in objects) else "basic"
     return Response.json({"transfer": chosen, "objects": objects, "hash_algo": "sha256"})
@@ -135,7 +136,7 @@ def complete(app: HubServer, request: Request) -> Response:
 
 def verify(app: HubServer, request: Request) -> Response:
     """POST /{repo}.git/lfs/verify."""
-    repo_of(app, request, write=True)
+    repo_of(app, request)
     data = request.json()
     if not app.store.has(data["oid"]) or app.store.path(data["oid"]).stat().st_size != data["size"]:
         return Response.error(404, "Object does not exist")
@@ -145,7 +146,7 @@ def verify(app: HubServer, request: Request) -> Response:
 def commit(app: HubServer, request: Request) -> Response:
     """POST /api/models/{repo}/commit/{rev}: header, files, LFS files and deletions as ndjson."""
     new_pr = bool(request.query.get("create_pr"))
-    repo = repo_of(app, request, write=not new_pr)
+    repo = repo_of(app, request, write=not new_pr, rev=unquote(request.groups["rev"]))
     base = commit_of(repo, request.groups["rev"])
     lines = [json.loads(line) for line in request.body().splitlines()]
     header, changes = _changes(app, base.tree, lines)
@@ -184,9 +185,7 @@ def _changes(app: HubServer, tree: Any, lines: list[dict[str, Any]]) -> tuple[di
             changes[value["path"]] = app.store.entry(value["path"], app.store.put(content), lfs=False)
         elif key == "lfsFile":
             if not app.store.has(value["oid"]):
-                raise Refused(
-                    Response.error(400, f'LFS pointer pointed to a file that does not exist: "{value["path"]}"')
-                )
+                raise Refused(Response.error(400, f'LFS pointer pointed to a file that does not exist: "{value["path"]}"'))
             changes[value["path"]] = app.store.entry(value["path"], value["oid"], lfs=True)
         elif key == "deletedFile" and value["path"] in tree:
             changes[value["path"]] = None
@@ -210,9 +209,7 @@ def resolve(app: HubServer, request: Request) -> Response:
     headers = {"X-Repo-Commit": commit.oid, "X-Linked-Size": str(entry.size)}
     if not entry.lfs:
         headers |= {"ETag": f'"{entry.sha1}"', "X-Linked-Etag": f'"{entry.sha1}"'}
-        return Response(
-            307, headers=headers | {"Location": f"/api/resolve-cache/models/{repo.id}/{commit.oid}/{quote(path)}"}
-        )
+        return Response(307, headers=headers | {"Location": f"/api/resolve-cache/models/{repo.id}/{commit.oid}/{quote(path)}"})
     headers |= {"X-Linked-Etag": f'"{entry.sha256}"', "ETag": f'"{entry.sha256[:32]}"'}
     app.links += 1
     location = f"{app.cdn.url}/objects/{entry.sha256}?signature={app.sign(entry.sha256)}&link={app.links}"
@@ -233,9 +230,7 @@ def get_object(app: HubServer, request: Request) -> Response:
     signed = request.query.get("signature") == app.sign(request.groups["sha"])
     if not signed or int(request.query.get("link") or 0) <= app.expired:
         return Response(403, b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>")
-    return Response(
-        200, headers={"ETag": f'"{request.groups["sha"][:32]}"'}, file=app.store.path(request.groups["sha"])
-    )
+    return Response(200, headers={"ETag": f'"{request.groups["sha"][:32]}"'}, file=app.store.path(request.groups["sha"]))
 
 
 HUB_ROUTES = [
