@@ -514,24 +514,34 @@ def _padded(rows: list[list[int]], vocab: int, seed: int) -> tuple[torch.Tensor,
     return ids, mask
 
 
-def inputs(args: argparse.Namespace, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(input_ids, attention_mask) from --ids (JSON rows or safetensors), --text (a prompt a paragraph), or a seed."""
-    if args.ids and args.ids.suffix == ".safetensors":
-        from safetensors.torch import load_file
+def inputs_of(
+    vocab: int, ids: str | Path | None = None, tokens: int = 512, batch: int = 2, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input_ids, attention_mask) of a file of ids (JSON rows, or safetensors), or seeded random ones."""
+    if ids is None:
+        return random_inputs(vocab, batch, tokens, seed)
+    if Path(ids).suffix != ".safetensors":
+        try:
+            return _padded(json.loads(Path(ids).read_text()), vocab, seed)
+        except (OSError, ValueError, TypeError) as e:
+            raise Refused(f"{ids} is not JSON rows of ids: {e}") from e
+    from safetensors.torch import load_file
 
-        held = load_file(args.ids)
-        if "input_ids" not in held:
-            raise Refused(f"{args.ids} holds no input_ids")
-        return held["input_ids"].long(), held.get("attention_mask", torch.ones_like(held["input_ids"])).long()
-    if args.ids:
-        return _padded(json.loads(args.ids.read_text()), vocab, args.seed)
+    held = load_file(ids)
+    if "input_ids" not in held:
+        raise Refused(f"{ids} holds no input_ids")
+    return held["input_ids"].long(), held.get("attention_mask", torch.ones_like(held["input_ids"])).long()
+
+
+def inputs(args: argparse.Namespace, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input_ids, attention_mask) from --text (a prompt a paragraph), or as `inputs_of`."""
     if args.text:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.ref, trust_remote_code=args.trust_remote_code)
         prompts = [p for p in re.split(r"\n\s*\n", args.text.read_text()) if p.strip()]
         return _padded([tokenizer.encode(p)[: args.tokens] for p in prompts], vocab, args.seed)
-    return random_inputs(vocab, args.batch, args.tokens, args.seed)
+    return inputs_of(vocab, args.ids, args.tokens, args.batch, args.seed)
 
 
 def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -546,12 +556,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def main_run(model: nn.Module, args: Any, ids: Any, mask: Any, dtype: Any) -> tuple[dict[str, Any], list[str]]:
-    """Entries of the golden file from the run in full precision, and the order of its points."""
+def entries_of(
+    model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, run: Callable[..., torch.Tensor], sketch: int | None
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Entries of a golden file and the order of its points; `run(mask)` makes the logits, with a mask or with None."""
     shape = tuple(ids.shape)
-    with Recorder(model, k=args.sketch or 0, points=args.sketch is not None) as seen:
-        out = {"logits": run(model, ids, None, dtype)}
-    out["logits_padded"] = run(model, ids, mask, dtype)
+    with Recorder(model, k=sketch or 0, points=sketch is not None) as seen:
+        out = {"logits": run(None)}
+    out["logits_padded"] = run(mask)
     out |= {f"hidden_states.{i}": h for i, h in seen.hidden.items()}
     out |= {f"modules.{n}": x.view(*shape, -1) for n, x in seen.points.items()}
     for layer, (experts, weights) in seen.routing.items():
@@ -582,7 +594,7 @@ def capture(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     ids, mask = inputs(args, (config.get("text_config") or config)["vocab_size"])
     dtype = getattr(torch, args.dtype)
     model = load(dtype)
-    entries, order = main_run(model, args, ids, mask, dtype)
+    entries, order = entries_of(model, ids, mask, lambda m: run(model, ids, m, dtype), args.sketch)
     meta = described(args, model, order)
     for name in args.also:
         del model

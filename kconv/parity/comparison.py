@@ -13,9 +13,8 @@ A value that is not finite fails, on either side; so does a comparison of nothin
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,15 @@ from torch import nn
 from kconv.errors import KconvError
 from kconv.parity.capturing import capture
 from kconv.parity.golden import Golden
-from kconv.parity.layerwise import Layers, compare_layers, expected_of, suspects
-from kconv.parity.limits import FACTOR, ROBUST, Limits, limits_for, precision_of
-from kconv.parity.measures import Measures, compare_logits, plain
+from kconv.parity.layerwise import compare_layers, expected_of
+from kconv.parity.limits import FACTOR
+from kconv.parity.measures import compare_logits
 from kconv.parity.report import MAIN, Report
-from kconv.parity.trace import Trace, decoder_of, trace
+from kconv.parity.trace import ByLayer, Trace, decoder_of, device_of, trace
+from kconv.parity.verdict import DERIVED, Verdict, open_report
 from kconv.parity.witness import testify
 
+Loader = Callable[[Any, Any], Any]
 DECODED = 4  # tokens that the `cached` run decodes one by one
 
 
@@ -109,62 +110,26 @@ def compare(
     golden: Golden | str | Path,
     *,
     source: Any = None,
-    noise: str | Path | None = None,
+    noise: str | Path | dict[str, float] | None = None,
     factor: float = FACTOR,
     cached: bool = False,
+    load: Loader | None = None,
 ) -> Report:
-    """Compare a native model in memory with a golden file; arguments as for `check`."""
+    """Compare a native model in memory with a golden file; arguments as for `check`, `load` is how `source` is loaded."""
     golden = golden if isinstance(golden, Golden) else Golden(golden)
-    parameter = next(p for p in model.parameters() if p.is_floating_point())
-    dtype, device = str(model.dtype).removeprefix("torch."), str(parameter.device)
-    report = _report(golden, dtype, device, noise, factor)
+    dtype, device = str(model.dtype).removeprefix("torch."), str(device_of(model))
+    verdict = Verdict(open_report(golden, dtype, device, noise, factor))
     _fits(model, golden)
-    run = _Comparison(model, golden, report)
+    run = _Comparison(model, golden, verdict)
     run.free()
     if golden.layers:
-        run.layers(source)
+        run.layers(source, load or like)
     else:
-        report.notes.append("the golden file holds no hidden states: no layer can be named")
+        verdict.report.notes.append("the golden file holds no hidden states: no layer can be named")
     run.masked()
     if cached:
         run.decoded()
-    report.not_finite = report.not_finite or any(m.not_finite for m in report.runs.values())
-    broken = {name: m.not_finite for name, m in report.runs.items() if m.not_finite}
-    report.failed += [{"check": n, "figure": "tokens not finite", "value": count, "limit": 0} for n, count in broken.items()]
-    return report
-
-
-def _report(golden: Golden, dtype: str, device: str, noise: str | Path | None, factor: float) -> Report:
-    logits = golden.logits
-    figures, origin = noise_of(golden, dtype, noise)
-    finite = logits[logits.isfinite()].double()
-    scale = float(finite.square().mean().sqrt()) if len(finite) else 1.0
-    precision = precision_of(dtype, device, golden.dtype)
-    limits = limits_for(precision, figures, golden.ids.numel(), scale, factor, origin)
-    return Report(golden.reference, dtype, device, limits, noise=figures)
-
-
-def noise_of(golden: Golden, dtype: str, given: str | Path | None) -> tuple[dict[str, float] | None, str]:
-    """The reference's own distance, in `dtype`, from its answers, and where that is known from."""
-    if given is None:
-        run = golden.run_in(dtype)
-        return (None, "") if run is None else (compare_logits(run, golden.logits).figures, f"captured in {dtype}")
-    if Path(given).suffix == ".safetensors":
-        other = Golden(given)
-        if not torch.equal(other.ids, golden.ids):
-            raise KconvError(
-                f"{given} was captured on other tokens than {golden.path}", hint="capture it with --ids of the golden"
-            )
-        run = other.run_in(dtype)
-        run = other.logits if run is None and other.dtype == dtype else run
-        if run is None:
-            raise KconvError(f"{given} holds no run of the reference in {dtype}", hint=f"capture one with --dtype {dtype}")
-        return compare_logits(run, golden.logits).figures, Path(given).name
-    try:
-        figures = json.loads(Path(given).read_text())
-        return {str(k): float(v) for k, v in figures.items()}, Path(given).name
-    except (OSError, ValueError, TypeError, AttributeError) as e:
-        raise KconvError(f"{given} is neither a golden file nor JSON figures: {e}") from e
+    return verdict.close()
 
 
 def _fits(model: Any, golden: Golden) -> None:
@@ -176,82 +141,55 @@ def _fits(model: Any, golden: Golden) -> None:
         raise KconvError(f"the model's vocabulary is {vocab}, the reference's {golden.logits.shape[-1]}")
 
 
+def like(source: Any, model: Any) -> Any:
+    """`source` loaded as `model` was: same device, dtype, form of experts and attention."""
+    from kconv.loading import load
+
+    experts = "packed" if getattr(model.config, "experts_format", None) == "packed" else None
+    other = load(source, device=device_of(model), dtype=model.dtype, experts=experts)
+    other.set_attn_implementation(model.config._attn_implementation)
+    return other
+
+
 class _Comparison:
-    """The runs of one comparison; each adds to the report."""
+    """The runs of one comparison; each adds to the verdict."""
 
-    def __init__(self, model: Any, golden: Golden, report: Report) -> None:
-        self.model, self.golden, self.report = model, golden, report
-        self.limits: Limits = report.limits
-        self.flipped = False
+    def __init__(self, model: Any, golden: Golden, verdict: Verdict) -> None:
+        self.model, self.golden, self.verdict = model, golden, verdict
         self.first: Trace
-
-    def _judge(self, name: str, measures: Measures, only: tuple[str, ...] | None = None) -> None:
-        self.report.runs[name] = measures
-        self.report.failed += self.limits.exceeded(name, measures, only)
-
-    @property
-    def _robust(self) -> tuple[str, ...] | None:
-        """The figures that a run without forced routing is held to: all, unless near-ties fell the other way."""
-        return ROBUST if self.flipped else None
 
     def free(self) -> None:
         """What a user gets; judged at once unless its routing may differ from the reference's."""
         self.first = trace(self.model, self.golden.ids)
-        self.report.runs[MAIN] = compare_logits(self.first.logits, self.golden.logits)
+        self.verdict.report.runs[MAIN] = compare_logits(self.first.logits, self.golden.logits)
         if self.golden.routing:
             self._flips(self.golden.routing, "recorded")
         elif not self.golden.layers:
-            self._judge(MAIN, self.report.runs[MAIN])
+            self.verdict.judge(MAIN, self.verdict.report.runs[MAIN])
 
-    def _flips(self, theirs: dict[int, torch.Tensor], origin: str) -> None:
-        """Count flips against the reference's experts; judge the free run, and a forced one where there are any."""
-        differs = {i: (ids.cpu() != theirs[i]).any(-1) for i, (ids, _) in self.first.routing.items() if i in theirs}
-        self.report.flips_by_layer = {i: int(d.sum()) for i, d in differs.items()}
-        anywhere = torch.stack(list(differs.values())).any(0) if differs else torch.zeros(1, dtype=torch.bool)
-        self.report.routing_flips, self.report.routing = int(anywhere.sum()), origin
-        self.flipped = bool(anywhere.any())
-        self._judge(MAIN, self.report.runs[MAIN], self._robust)
-        if self.flipped:
+    def _flips(self, theirs: ByLayer, origin: str) -> None:
+        """Judge the free run, and where its experts differ one with the reference's forced on it."""
+        ours = {i: ids for i, (ids, _) in self.first.routing.items()}
+        if self.verdict.flips(ours, theirs, origin):
             run = trace(self.model, self.golden.ids, force=theirs)
-            self._judge("forced", compare_logits(run.logits, self.golden.logits))
+            self.verdict.judge("forced", compare_logits(run.logits, self.golden.logits))
 
-    def layers(self, source: Any) -> None:
+    def layers(self, source: Any, load: Loader) -> None:
         """Every layer on the reference's inputs; names the first module that diverges."""
-        golden, expected = self.golden, expected_of(self.golden)
+        golden, limits = self.golden, self.verdict.limits
         how: dict[str, Any] = {"teach": golden.hidden, "sketch": golden.sketch, "points": bool(golden.points)}
         taught = trace(self.model, golden.ids, against=golden.routing, **how)
-        if not golden.routing:
-            theirs = {i: ids.cpu() for i, (ids, _) in taught.routing.items()}
-            if theirs:
-                self._flips(theirs, "our own on the reference's inputs, as derived")
-            else:
-                self._judge(MAIN, self.report.runs[MAIN])
-        elif any((ids.cpu() != golden.routing[i]).any() for i, (ids, _) in taught.routing.items() if i in golden.routing):
-            gaps = taught.gaps
-            taught = trace(self.model, golden.ids, force=golden.routing, **how)
+        ours = {i: ids.cpu() for i, (ids, _) in taught.routing.items()}
+        if not golden.routing and ours:
+            self._flips(ours, DERIVED)
+        elif not golden.routing:
+            self.verdict.judge(MAIN, self.verdict.report.runs[MAIN])
+        elif any((ids != golden.routing[i]).any() for i, ids in ours.items() if i in golden.routing):
+            gaps, taught = taught.gaps, trace(self.model, golden.ids, force=golden.routing, **how)
             taught.gaps = gaps
-        self._found(compare_layers(taught, golden, expected, self.limits), source)
-
-    def _found(self, layers: Layers, source: Any) -> None:
-        report = self.report
-        report.layers = [p.data() for p in layers.points if p.name.count(".") <= 1]
-        bad = [p for p in layers.points if p.beyond]
-        report.not_finite = report.not_finite or any(plain(p.state.error) is None for p in bad)
-        report.failed += [
-            {"check": p.module, "figure": "module error", "value": p.state.error, "limit": self.limits.states[0]} for p in bad
-        ]
-        first = layers.first()
-        if first is None:
-            if report.failed:
-                report.notes.append("every layer agrees when it gets the reference's inputs: look at what passes between layers")
-            return
-        report.first_divergence = first.module
-        report.divergence = first.data() | suspects(first, self.golden, self.limits)
-        if source is not None:
-            said = testify(self.model, self.golden, first, source, self.limits)
-            report.first_divergence = said.pop("first_divergence", report.first_divergence)
-            report.notes += said.pop("notes", [])
-            report.divergence |= said
+        first = self.verdict.layers(compare_layers(taught, golden, expected_of(golden), limits), golden.routing)
+        if first is not None and source is not None:
+            self.verdict.hear(testify(self.model, golden, first, load(source, self.model), limits))
 
     def masked(self) -> None:
         """With the mask, and rows alone without their padding, as far as the golden file has them."""
@@ -259,16 +197,16 @@ class _Comparison:
         padded = golden.get("logits_padded")
         if padded is not None:
             run = trace(self.model, golden.ids, golden.mask)
-            self._judge("padded", compare_logits(run.logits, padded, golden.mask), self._robust)
+            self.verdict.judge_free("padded", compare_logits(run.logits, padded, golden.mask))
         for row in range(len(golden.ids)):
             alone = golden.get(f"logits_row{row}_unpadded")
             if alone is not None:
                 run = trace(self.model, golden.ids[row : row + 1, : alone.shape[1]])
-                self._judge(f"row{row}", compare_logits(run.logits, alone), self._robust)
+                self.verdict.judge_free(f"row{row}", compare_logits(run.logits, alone))
 
     def decoded(self) -> None:
         """The last tokens one by one from a cache that the ones before filled: the cache path."""
-        ids = self.golden.ids.to(next(self.model.parameters()).device)
+        ids = self.golden.ids.to(device_of(self.model))
         cut = ids.shape[1] - DECODED
         if cut < 1:
             raise KconvError(f"the cache path needs more than {DECODED} tokens", hint="capture a longer prompt")
@@ -280,5 +218,5 @@ class _Comparison:
                 out = self.model(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True)
                 parts.append(out.logits)
         # Of a few tokens only the worst is a figure to hold against limits that come from all of them.
-        worst = () if self.flipped else ("max_abs", "max_kl")
-        self._judge("cached", compare_logits(torch.cat(parts, 1), self.golden.logits[:, cut:]), worst)
+        worst = () if self.verdict.flipped else ("max_abs", "max_kl")
+        self.verdict.judge("cached", compare_logits(torch.cat(parts, 1), self.golden.logits[:, cut:]), worst)

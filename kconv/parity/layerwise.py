@@ -127,8 +127,8 @@ def _places(taught: Trace, golden: Golden, expected: Expected) -> Iterator[tuple
         if layer + 1 < last:
             yield from _state(f"layers.{layer}", layer + 1, taught, golden)
     yield from _recorded(by_layer.get(last, []), taught, expected)
-    if last:
-        yield from _state("norm", last, taught, golden)
+    yield from _state("norm", last, taught, golden)
+    if last in taught.hidden:
         yield "lm_head", taught.logits.flatten(0, 1), golden.logits.flatten(0, 1)
 
 
@@ -184,14 +184,17 @@ def _point(name: str, state: StateError, limits: Limits, length: int, flips: dic
     return Point(name, state, beyond, row // length, row % length, first)
 
 
-def suspects(point: Point, golden: Golden, limits: Limits) -> dict[str, Any]:
-    """What else can be said of a diverging place: parameters used there without a module, and experts at fault."""
+def suspects(point: Point, routing: dict[int, torch.Tensor], limits: Limits) -> dict[str, Any]:
+    """What else can be said of a diverging place: parameters used there without a module, and experts at fault.
+
+    An expert is suspected when tokens it served diverge and none that agrees was served by it (`routing`: layer -> ids).
+    """
     said: dict[str, Any] = {}
     for suffix, names in HELD.items():
         if point.name.endswith(suffix):
             prefix = point.name.removesuffix(suffix)
             said["parameters"] = [prefix + n for n in names]
-    if point.name.endswith(".mlp.experts") and (chosen := golden.routing.get(int(point.name.split(".")[1]))) is not None:
+    if point.name.endswith(".mlp.experts") and (chosen := routing.get(int(point.name.split(".")[1]))) is not None:
         bad = point.state.each > min(limits.states[0], point.state.error / 2)
         innocent = set(chosen[~bad].flatten().tolist())
         said["experts"] = sorted(set(chosen[bad].flatten().tolist()) - innocent)

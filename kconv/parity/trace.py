@@ -20,6 +20,7 @@ from torch import nn
 from kconv.errors import KconvError
 from kconv.parity.capture_script import Recorder, Refused, decoder
 
+DEVICE, PARTS = "_kconv_device", "_kconv_parts"  # what a streamed model carries: see `streaming`
 States = Callable[[int], torch.Tensor | None]
 Prefixes = tuple[str, ...]
 ByLayer = dict[int, torch.Tensor]
@@ -57,7 +58,7 @@ def trace(
         teach: i -> hidden state [B, T, hidden] that stands in for `hidden[i]` once that has been recorded, or None.
         against: layer -> the reference's expert ids, [tokens, top_k], to measure `gaps` from.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     with ExitStack() as stack, torch.no_grad():
         try:
             only = points if isinstance(points, tuple) else ("",)
@@ -86,6 +87,11 @@ def forced(model: nn.Module, experts: ByLayer) -> Iterator[None]:
     finally:
         for router in here.values():
             router.forced = None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model runs; a streamed one says so itself, its parameters being nowhere."""
+    return getattr(model, DEVICE, None) or next(model.parameters()).device
 
 
 def decoder_of(model: nn.Module) -> Any:

@@ -8,6 +8,8 @@ them either and no tensor differs, the conversion is not at fault, and that is s
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,16 +18,11 @@ from torch import nn
 from kconv.parity.golden import Golden
 from kconv.parity.layerwise import Expected, Point, compare_layers
 from kconv.parity.limits import Limits
-from kconv.parity.trace import Prefixes, trace
+from kconv.parity.trace import PARTS, Prefixes, trace
 
 
-def testify(model: Any, golden: Golden, first: Point, source: Any, limits: Limits) -> dict[str, Any]:
-    """What the source says of the first diverging place: `first_divergence`, `tensors` that differ, `notes`."""
-    from kconv.loading import load
-
-    experts = "packed" if getattr(model.config, "experts_format", None) == "packed" else None
-    right = load(source, device=next(model.parameters()).device, dtype=model.dtype, experts=experts)
-    right.set_attn_implementation(model.config._attn_implementation)
+def testify(model: Any, golden: Golden, first: Point, right: Any, limits: Limits) -> dict[str, Any]:
+    """What the source (loaded as `right`) says of the first diverging place: `first_divergence`, `tensors`, `notes`."""
     scope = scope_of(first.name, golden)
     tensors = differing(model, right, scope)
     how: dict[str, Any] = {"teach": golden.hidden, "points": scope}
@@ -62,6 +59,24 @@ def scope_of(name: str, golden: Golden) -> Prefixes:
 
 def differing(ours: nn.Module, theirs: nn.Module, scope: Prefixes) -> list[str]:
     """Names (without `model.`) of the tensors within `scope` that are not equal, bit for bit."""
+    with _held(ours, scope), _held(theirs, scope):
+        return _differing(ours, theirs, scope)
+
+
+@contextmanager
+def _held(model: nn.Module, scope: Prefixes) -> Iterator[None]:
+    """Inside, the parts of a streamed model that lie within `scope` are in memory."""
+    parts = [p for n, p in getattr(model, PARTS, {}).items() if f"{n.removeprefix('model.')}.".startswith(scope)]
+    for part in parts:
+        part.fill()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.drop()
+
+
+def _differing(ours: nn.Module, theirs: nn.Module, scope: Prefixes) -> list[str]:
     right = theirs.state_dict()
     found = []
     for name, value in ours.state_dict().items():
