@@ -5,6 +5,7 @@
 | store.py | repositories, commits, objects |
 | api.py | repository API, access, refs, pull requests |
 | transfer.py | preupload, LFS, commit, resolve |
+| xet.py | xet uploads and downloads by the real hf_xet |
 | wire.py | HTTP: ranges, chunked bodies, the log |
 | faults.py | statuses, rate limits, cuts, kills on demand |
 | server.py | `HubServer`, which puts them together |

@@ -42,6 +42,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 @pytest.fixture
+def xet_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The same Hub with xet on, as users of huggingface_hub have it by default."""
+    pytest.importorskip("hf_xet")
+    hub.enable_xet()
+    monkeypatch.delenv("HF_HUB_DISABLE_XET")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    return hub
+
+
+@pytest.fixture
 def hub_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> str:
     """A token that may write to `me/*` and `lab/*`, in HF_TOKEN."""
     monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.hubserver import api, transfer
+from tests.hubserver import api, transfer, xet
 from tests.hubserver.faults import Faults
 from tests.hubserver.store import Store
 from tests.hubserver.wire import Origin, Record, Request, Response
@@ -47,6 +47,7 @@ class HubServer:
             READ_TOKEN: {"name": "me", "orgs": ["lab"], "role": "read"},
             OTHER_TOKEN: {"name": "stranger", "orgs": [], "role": "write"},
         }
+        self.xet: xet.XetStore | None = None
         self.max_file_size = 50 * 1000**3
         self.part_size = 20 * 1000**2
         self.page_size = 1000
@@ -54,7 +55,7 @@ class HubServer:
         self.links = self.expired = 0
 
     def __enter__(self) -> HubServer:
-        guarded = [(m, p, _guard(f)) for m, p, f in [*api.ROUTES, *transfer.HUB_ROUTES]]
+        guarded = [(m, p, _guard(f)) for m, p, f in [*api.ROUTES, *transfer.HUB_ROUTES, *xet.ROUTES]]
         self.hub = Origin(self, "hub", guarded)
         self.cdn = Origin(self, "store", [(m, p, _guard(f)) for m, p, f in transfer.STORE_ROUTES])
         for origin in (self.hub, self.cdn):
@@ -70,6 +71,11 @@ class HubServer:
     def url(self) -> str:
         """The Hub's address (HF_ENDPOINT)."""
         return self.hub.url
+
+    def enable_xet(self) -> xet.XetStore:
+        """Offer xet: clients with hf_xet then upload and download through a content store on disk."""
+        self.xet = xet.XetStore(self.store.folder / "xet")
+        return self.xet
 
     def sign(self, sha256: str) -> str:
         """The signature of links to an object."""

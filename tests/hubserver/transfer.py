@@ -184,7 +184,7 @@ def _changes(app: HubServer, tree: Any, lines: list[dict[str, Any]]) -> tuple[di
                 raise Refused(Response.error(400, f"Invalid metadata in README.md: {'; '.join(errors)}"))
             changes[value["path"]] = app.store.entry(value["path"], app.store.put(content), lfs=False)
         elif key == "lfsFile":
-            if not app.store.has(value["oid"]):
+            if not app.store.has(value["oid"]) and not (app.xet and app.xet.fetch(value["oid"], app.store.path(value["oid"]))):
                 raise Refused(Response.error(400, f'LFS pointer pointed to a file that does not exist: "{value["path"]}"'))
             changes[value["path"]] = app.store.entry(value["path"], value["oid"], lfs=True)
         elif key == "deletedFile" and value["path"] in tree:
@@ -211,6 +211,9 @@ def resolve(app: HubServer, request: Request) -> Response:
         headers |= {"ETag": f'"{entry.sha1}"', "X-Linked-Etag": f'"{entry.sha1}"'}
         return Response(307, headers=headers | {"Location": f"/api/resolve-cache/models/{repo.id}/{commit.oid}/{quote(path)}"})
     headers |= {"X-Linked-Etag": f'"{entry.sha256}"', "ETag": f'"{entry.sha256[:32]}"'}
+    if app.xet and (known := app.xet.find(entry.sha256)):
+        route = f"{app.url}/api/models/{repo.id}/xet-read-token/{commit.oid}"
+        headers |= {"X-Xet-Hash": known[0], "X-Xet-Refresh-Route": route, "Link": f'<{route}>; rel="xet-auth"'}
     app.links += 1
     location = f"{app.cdn.url}/objects/{entry.sha256}?signature={app.sign(entry.sha256)}&link={app.links}"
     return Response(302, headers=headers | {"Location": location})

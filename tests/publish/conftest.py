@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.hubserver.fixtures import hub, hub_token
+from tests.hubserver.fixtures import hub, hub_token, xet_hub
 
-__all__ = ["hub", "hub_token"]
+__all__ = ["hub", "hub_token", "xet_hub"]
 
 CARD = "---\nlicense: mit\nbase_model: moonshotai/Kimi-K3\ntags: [kconv]\n---\n# A model\n"
 
