@@ -84,9 +84,9 @@ class KDACacheLayer(CacheLayer):
         super()._each(fn)
         self._records = []  # recorded rows are no longer the cache's rows
 
-    def store(self, conv: torch.Tensor, state: torch.Tensor, tokens: int, replay: Replay | None) -> None:
+    def store(self, states: States, tokens: int, replay: Replay | None) -> None:
         """Take the states after `tokens` more tokens; `replay(n)` gives those after the first n of them."""
-        self.conv, self.state = conv, state
+        self.conv, self.state = states
         if self.record_past:
             self._records.append((tokens, replay))
 

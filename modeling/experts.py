@@ -69,7 +69,8 @@ class KimiExperts(nn.Module):
         """x [tokens, width] through experts `indices` [tokens, k] with `weights` [tokens, k]; returns at least fp32."""
         tokens, k = indices.shape
         order = indices.flatten().argsort(stable=True)
-        counts = torch.bincount(indices.flatten(), minlength=self.experts)
+        counts = torch.zeros(self.experts, dtype=torch.long, device=x.device)
+        counts.scatter_add_(0, indices.flatten(), torch.ones_like(indices.flatten()))  # bincount waits for the device
         y = self._run(x[order // k], counts)
         place = torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))
         return (widen(y[place]).view(tokens, k, -1) * weights[..., None]).sum(1)

@@ -58,12 +58,12 @@ def _conv() -> Callable[..., Any]:
 
 
 def delta_attention(
-    raw: Delta, gate: Gate, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, chunk: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    raw: Delta, gate: Gate, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, chunk: bool, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """KDA by fla over `raw` [B, T, H, .], whose g is the gate's projection and whose beta are logits.
 
     `chunk` picks the chunk kernel (prefill, training), otherwise the recurrent one, which has no backward pass. Returns o
-    and the states [sequences, H, K, V].
+    and, where `keep`, the states [sequences, H, K, V].
     """
     function, has = _kernel("chunk_kda" if chunk else "fused_recurrent_kda")
     options: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def delta_attention(
     return function(
         **{name: t.contiguous() for name, t in raw._asdict().items()},
         initial_state=state,
-        output_final_state=True,
+        output_final_state=keep,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
         **options,

@@ -88,43 +88,43 @@ class KimiDeltaAttention(Fp32Parameters):
             self.b_proj(packed),
         )
         before: States = (None, None) if cache is None else (cache.conv, cache.state)
-        o, conv, state = self.recur(inputs, segments, *before)
+        o, after = self.recur(inputs, segments, before, keep=cache is not None)
         if cache is not None:
-            cache.store(conv, state, x.shape[1], self._replay(inputs, segments, before))
+            cache.store(after, x.shape[1], self._replay(inputs, segments, before))
         gate = self.g_proj(packed) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(packed))
         o = self.o_norm(o, gate.unflatten(-1, (self.heads, self.head_dim)))
         y = self.o_proj(o.flatten(-2))
         return y if segments is None else segments.unpack(y)
 
-    def recur(
-        self, inputs: KDAInputs, segments: Segments | None, conv: torch.Tensor | None, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Convolutions and recurrence; returns o [B, T, H, V], conv state [S, 3, W - 1, H * D] and state [S, H, K, V]."""
+    def recur(self, inputs: KDAInputs, segments: Segments | None, before: States, keep: bool) -> tuple[torch.Tensor, States]:
+        """Convolutions and recurrence; returns o [B, T, H, V] and, where `keep`, the states that the cache holds."""
+        conv, state = before
         use_fla = self._use_fla(inputs.q)
         heads, tails = [], []
         for i, convolve in enumerate((self.q_conv1d, self.k_conv1d, self.v_conv1d)):
-            y, tail = convolve((inputs.q, inputs.k, inputs.v)[i], segments, None if conv is None else conv[:, i], use_fla)
-            heads.append(y.unflatten(-1, (self.heads, self.head_dim)))
-            tails.append(tail)
+            x, earlier = (inputs.q, inputs.k, inputs.v)[i], None if conv is None else conv[:, i]
+            heads.append(convolve(x, segments, earlier, use_fla).unflatten(-1, (self.heads, self.head_dim)))
+            if keep:
+                tails.append(convolve.tail(x, segments, earlier))
         z = inputs.z.unflatten(-1, (self.heads, self.head_dim))
         raw = kda_ops.Delta(heads[0], heads[1], heads[2], z, inputs.beta)
         short = segments is None and inputs.q.shape[1] <= RECURRENT_UP_TO and not torch.is_grad_enabled()
         gate = kda_ops.Gate(self.A_log, self.dt_bias, self.lower_bound)
         if use_fla:
             cu = None if segments is None else segments.cu_seqlens
-            o, final = fla_kernels.delta_attention(raw, gate, state, cu, chunk=not short)
+            o, final = fla_kernels.delta_attention(raw, gate, state, cu, chunk=not short, keep=keep)
         else:
-            x = raw._replace(g=gate.log_decay(z), beta=widen(inputs.beta).sigmoid())
+            ready = raw._replace(g=gate.log_decay(z), beta=widen(inputs.beta).sigmoid())
             bounds = None if segments is None else segments.bounds
-            o, final = kda_ops.delta_attention(x, state, bounds, RECURRENT_UP_TO if short else 0)
-        return o, torch.stack(tails, dim=1), final
+            o, final = kda_ops.delta_attention(ready, state, bounds, RECURRENT_UP_TO if short else 0)
+        return o, (torch.stack(tails, dim=1), final) if keep else (None, None)
 
     def _replay(self, inputs: KDAInputs, segments: Segments | None, before: States) -> Callable[[int], States] | None:
         """How to get the states after only the first tokens of this call; None where rows are not aligned."""
         return None if segments is not None else partial(self._states_after, inputs, before)
 
     def _states_after(self, inputs: KDAInputs, before: States, count: int) -> States:
-        return before if count == 0 else self.recur(inputs.first(count), None, *before)[1:]
+        return before if count == 0 else self.recur(inputs.first(count), None, before, keep=True)[1]
 
     def _use_fla(self, x: torch.Tensor) -> bool:
         if self.backend == "auto":

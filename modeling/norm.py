@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kconv.modeling.dtypes import Fp32Parameters, wide_parameter, widen
 
 
 def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps)` over the last axis, in at least fp32."""
+    """`x / sqrt(mean(x^2) + eps)` over the last axis, computed and returned in at least fp32."""
     x = widen(x)
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
@@ -30,6 +31,8 @@ class KimiRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise [..., size]; the weight multiplies after the cast, as in the reference."""
+        if x.is_cuda:  # one kernel that computes in fp32 and rounds once, to the input's dtype
+            return self.weight * F.rms_norm(x, x.shape[-1:], None, self.eps)
         return self.weight * rms(x, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:

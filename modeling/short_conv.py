@@ -24,22 +24,28 @@ class ShortConvolution(Fp32Parameters):
         """Number of taps."""
         return self.weight.shape[-1]
 
-    def forward(
-        self, x: torch.Tensor, segments: Segments | None, state: torch.Tensor | None, use_fla: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve [batch, length, channels], or the flat row of `segments`; returns output and new state.
+    def forward(self, x: torch.Tensor, segments: Segments | None, state: torch.Tensor | None, use_fla: bool) -> torch.Tensor:
+        """Convolve [batch, length, channels], or the flat row of `segments`; returns the same shape and dtype.
 
         `state` [sequences, width - 1, channels] holds the inputs before each sequence (None: zeros).
         """
-        extended, positions = self._extend(x, segments, state)
-        new_state = self._tails(extended, segments)
         if use_fla:
-            return fla_kernels.short_conv(x, self.weight, segments, state), new_state
+            return fla_kernels.short_conv(x, self.weight, segments, state)
+        extended, positions = self._extend(x, segments, state)
         taps = [extended[:, j : j + x.shape[1]] if positions is None else extended[:, positions + j] for j in range(self.width)]
         weight = self.weight[:, 0]
         dtype = wide(torch.promote_types(x.dtype, weight.dtype))
-        y = sum(tap.to(dtype) * weight[:, j] for j, tap in enumerate(taps))
-        return F.silu(y).to(x.dtype), new_state  # type: ignore[arg-type]
+        y = torch.stack([tap.to(dtype) * weight[:, j] for j, tap in enumerate(taps)]).sum(0)
+        return F.silu(y).to(x.dtype)
+
+    def tail(self, x: torch.Tensor, segments: Segments | None, state: torch.Tensor | None) -> torch.Tensor:
+        """The state after `x`: the last `width - 1` inputs of each sequence, [sequences, width - 1, channels]."""
+        past = self.width - 1
+        if segments is None:
+            return self._extend(x[:, -past:], None, None if x.shape[1] >= past else state)[0][:, -past:]
+        extended, _ = self._extend(x, segments, state)
+        ends = segments.cu_seqlens[1:].long() + past * torch.arange(1, len(segments.bounds), device=x.device)
+        return extended[0, ends[:, None] - past + torch.arange(past, device=x.device)]
 
     def _extend(
         self, x: torch.Tensor, segments: Segments | None, state: torch.Tensor | None
@@ -58,11 +64,3 @@ class ShortConvolution(Fp32Parameters):
             rows = (cu[:-1] + past * torch.arange(count, device=x.device))[:, None] + torch.arange(past, device=x.device)
             extended = extended.index_copy(0, rows.flatten(), state.to(x.dtype).flatten(0, 1))
         return extended[None], positions
-
-    def _tails(self, extended: torch.Tensor, segments: Segments | None) -> torch.Tensor:
-        """The last `width - 1` inputs of each sequence, [sequences, width - 1, channels]."""
-        past = self.width - 1
-        if segments is None:
-            return extended[:, extended.shape[1] - past :]
-        ends = segments.cu_seqlens[1:].long() + past * torch.arange(1, len(segments.bounds), device=extended.device)
-        return extended[0, ends[:, None] - past + torch.arange(past, device=extended.device)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kconv.modeling import KimiK3ForCausalLM
+from kconv.modeling.kda_ops import Delta, delta_attention
 from tests.modeling.tiny import ids, model
 
 FP32 = re.compile(r"(A_log|dt_bias|[qkv]_conv1d\.weight|o_norm\.weight|e_score_correction_bias)$")
@@ -88,3 +89,22 @@ def test_float64_has_no_fp32_inside() -> None:
         second = m(x).logits
     assert first.dtype == torch.float64
     assert 0 < (first - second).abs().max() < 1e-9
+
+
+def test_autocast_does_not_narrow_the_router_or_the_recurrence() -> None:
+    """Under autocast both stay in fp32: the same inputs give the same choice, weights and states to the last bit."""
+    layer = model().model.layers[1]
+    x, (q, k, v, g) = torch.randn(7, 48), (torch.randn(1, 20, 3, 16) for _ in range(4))
+    delta = Delta(q, k, v, -g.abs(), torch.rand(1, 20, 3))
+    plain = [*layer.mlp.gate(x), *delta_attention(delta, None, None)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = [*layer.mlp.gate(x), *delta_attention(delta, None, None)]
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+def test_autocast_training_step() -> None:
+    m = model().train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = m(ids(2, 12), labels=ids(2, 12)).loss
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in m.parameters() if p.grad is not None)
