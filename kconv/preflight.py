@@ -58,7 +58,7 @@ def check_folders(source: object, out: Path, *, overwrite: bool, resume: bool) -
             f"the output {out} is a mount point, and a finished folder is put in place by a rename",
             hint=f"give a folder in it: {out}/NAME",
         )
-    parent = _existing(out.parent)
+    parent = existing(out.parent)
     if not parent.is_dir():
         raise KconvError(f"the output {out} cannot be made: {parent} is a file", hint="give a folder that does not exist yet")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -98,7 +98,8 @@ def _some(folder: Path) -> str:
     return f"it holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """The path itself, or its nearest ancestor that is there."""
     while not path.exists():
         path = path.parent
     return path
@@ -106,7 +107,7 @@ def _existing(path: Path) -> Path:
 
 def check_room(out: Path, files: Sequence[OutFile], partial: Path, expected_bytes: int) -> None:
     """Refuse before writing when disk, inodes or the file-size limit do not suffice."""
-    where = _existing(out.parent)
+    where = existing(out.parent)
     stat = os.statvfs(where)
     there = sum(p.stat().st_blocks * 512 for p in partial.iterdir()) if partial.exists() else 0
     need, free = max(0, expected_bytes - there) + SLACK, stat.f_bavail * stat.f_frsize

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import click
 
@@ -44,10 +45,32 @@ class LazyGroup(click.Group):
             return None
         return importlib.import_module(f"kconv.cli.{cmd_name.replace('-', '_')}").command
 
+    def main(self, args: Any = None, prog_name: str | None = None, complete_var: str | None = None,
+             standalone_mode: bool = True, **extra: Any) -> Any:  # fmt: skip
+        """Run as click does, but say usage errors as JSON too when `--json` is there, and exit 130 when interrupted."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        given = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+        except click.Abort:
+            code = _fail("interrupted", 130, given)
+        except click.ClickException as e:
+            if "--json" not in given:
+                e.show()
+            code = e.exit_code if "--json" not in given else _fail(e.format_message(), e.exit_code, given)
+        sys.exit(code if isinstance(code, int) else 0)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The command table, from `COMMANDS`."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+
+def _fail(message: str, code: int, given: list[str]) -> int:
+    from kconv.cli.common import fail
+
+    return fail(message, code, "--json" in given)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -36,6 +36,11 @@ class Outcome:
     show: Callable[[Console], None] | None = None
 
 
+def announce(text: str) -> None:
+    """A line on stderr at once, before the first slow step."""
+    click.echo(text, err=True)
+
+
 def err_console() -> Console:
     """The console for progress and errors (stderr)."""
     return Console(stderr=True, soft_wrap=True, highlight=False)
@@ -48,25 +53,25 @@ def command(*args: Any, epilog: str, **kwargs: Any) -> Callable[[Callable[..., O
         @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, everything else on stderr.")
         @functools.wraps(function)
         def run(*a: Any, as_json: bool, **k: Any) -> None:
-            sys.exit(execute(functools.partial(function, *a, **k), as_json))
+            sys.exit(execute(functools.partial(function, *a, **k), as_json, resumable="resume" in k))
 
         return click.command(*args, epilog=f"\b\n{epilog}", **kwargs)(run)
 
     return wrap
 
 
-def execute(function: Callable[[], Outcome], as_json: bool) -> int:
+def execute(function: Callable[[], Outcome], as_json: bool, *, resumable: bool = False) -> int:
     """Run a command's function, print its outcome or its error, and return the exit code."""
     try:
         outcome = function()
     except KeyboardInterrupt:
-        return _fail("interrupted; run the same command with --resume to go on", 130, as_json)
+        return fail("interrupted" + ("; run the same command with --resume to go on" if resumable else ""), 130, as_json)
     except KconvError as e:
-        return _fail(str(e), e.exit_code, as_json, problems=getattr(e, "problems", None))
+        return fail(str(e), e.exit_code, as_json, problems=getattr(e, "problems", None))
     except OSError as e:
         code = EnvironmentLacks.exit_code if e.errno in FULL_DISK else KconvError.exit_code
         where = f" ({e.filename})" if e.filename else ""
-        return _fail(f"{e.strerror or e}{where}", code, as_json)
+        return fail(f"{e.strerror or e}{where}", code, as_json)
     if as_json:
         click.echo(json.dumps(outcome.data))
     elif outcome.show:
@@ -74,7 +79,8 @@ def execute(function: Callable[[], Outcome], as_json: bool) -> int:
     return 0 if outcome.ok else 1
 
 
-def _fail(message: str, code: int, as_json: bool, problems: list[str] | None = None) -> int:
+def fail(message: str, code: int, as_json: bool, problems: list[str] | None = None) -> int:
+    """Say an error on stderr, and as JSON on stdout when asked; returns the exit code."""
     console = err_console()
     console.print("[bold red]error:[/] ", end="")
     console.print(message, markup=False)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kconv.cli.common import Outcome, command
+from kconv.cli.common import Outcome, announce, command
 from kconv.cli.options import GRADES, Share, Size, conversion_options
 
 
@@ -29,6 +29,7 @@ def command(source: str, out: str, **options: Any) -> Outcome:
     from kconv.conversion import convert
     from kconv.report import clock, human
 
+    announce(f"convert: reading the headers of {source}")
     data = convert(source, out, quiet=False, **options)
 
     def show(console: Console) -> None:

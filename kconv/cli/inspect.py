@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from rich.console import Console
 
-from kconv.cli.common import Outcome, command
+from kconv.cli.common import Outcome, announce, command
 
 
 @command(epilog="Example:  kconv inspect moonshotai/Kimi-K3")
@@ -15,6 +15,7 @@ def command(path: str) -> Outcome:
     from kconv.inspection import inspect
     from kconv.report import human
 
+    announce(f"inspect: reading the headers of {path}")
     data = inspect(path)
 
     def show(console: Console) -> None:

@@ -1,32 +1,50 @@
-"""`kconv plan`: what a conversion would do, from the headers alone."""
+"""`kconv plan`: what a conversion would do, from the headers alone; with `--out`, whether it would succeed there."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import click
-from rich.console import Console
 
-from kconv.cli.common import Outcome, command
-from kconv.cli.options import conversion_options
+from kconv.cli.common import Outcome, announce, command
+from kconv.cli.options import Size, conversion_options
 
 
-@command(epilog="Example:  kconv plan moonshotai/Kimi-K3 --experts bf16")
+@command(epilog="Example:  kconv plan moonshotai/Kimi-K3 --experts bf16 --out out/")
 @click.argument("source")
 @conversion_options
-def command(source: str, to: str, **options: Any) -> Outcome:
+@click.option("--out", type=click.Path(file_okay=False), help="Also check room, rights and memory there; estimate the time.")
+@click.option("--shard-size", type=Size(), help="Tensor bytes a file holds at most, for --out.  [default: 5GB]")
+def command(source: str, to: str, out: str | None, shard_size: int | None, **options: Any) -> Outcome:
     """Show what converting SOURCE would do: coverage, table, sizes, memory, grade. Reads headers only."""
-    from kconv.conversion import default_workers, plan
+    from kconv.conversion import SHARD_SIZE, default_workers, plan
     from kconv.preflight import peak_bytes
     from kconv.report import human, print_plan
 
+    if shard_size and not out:
+        raise click.UsageError("--shard-size has no effect without --out")
+    announce(f"plan: reading the headers of {source}")
     made = plan(source, to, **options)
     peak = peak_bytes(made, default_workers())
     data = {**made.summary(), "peak_bytes": peak, "problems": made.findings.lines(), "notes": made.layouts.notes}
-
-    def show(console: Console) -> None:
-        print_plan(made, console, {"in flight": f"{human(peak)} at most", "digest": made.digest})
-
     if data["problems"]:
         made.check()
-    return Outcome(data, show=show)
+    extra = {"in flight": f"{human(peak)} at most", "digest": made.digest}
+    if out:
+        from kconv.probe import preflight
+
+        data["preflight"] = preflight(made, out, shard_size=shard_size or SHARD_SIZE, workers=default_workers())
+        extra |= _lines(out, data["preflight"])
+    return Outcome(data, show=lambda console: print_plan(made, console, extra))
+
+
+def _lines(out: str, found: dict[str, Any]) -> dict[str, str]:
+    from kconv.report import clock, human
+
+    read = f"read {human(found['read_rate'])}/s, " if found["read_rate"] else "source not probed, "
+    return {
+        out: f"{human(found['needed_bytes'])} in {found['files']:,} files of at most {human(found['largest_file'])}, "
+        f"{human(found['free_bytes'])} free",
+        "memory": f"{human(found['free_memory'])} free",
+        "time": f"about {clock(found['estimated_seconds'])} ({read}write {human(found['write_rate'])}/s)",
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from rich.console import Console
 
-from kconv.cli.common import Outcome, command
+from kconv.cli.common import Outcome, announce, command
 
 
 @command(epilog="Example:  kconv verify out/ --source moonshotai/Kimi-K3")
@@ -20,6 +20,7 @@ def command(out: str, source: str, sample: int | None, everything: bool, workers
 
     if sample and everything:
         raise click.UsageError("--sample and --all exclude each other")
+    announce(f"verify: reading the headers of {out}")
     data = verify(out, source, sample=sample, workers=workers, quiet=False)
 
     def show(console: Console) -> None:
