@@ -1,6 +1,8 @@
-"""MXFP4 on CUDA, in Triton: the bit arithmetic of `mxfp4_cpu`, one lane a byte of two codes.
+"""MXFP4 on CUDA, in Triton: a thread reads four bytes and writes their eight values.
 
-Offsets are 64-bit, since a stacked expert tensor of K3 has 9.9e9 packed bytes. Under `TRITON_INTERPRET=1` the same
+The magnitude bits of a code, put at bit 22, are an fp32 (subnormal for 0.5) of value code * 2^-126; times 2^(scale-1) it
+is the value, exactly. That is half the integer work of the CPU's way, which would not keep up with the memory of an
+H200. Offsets are 64-bit: a stacked expert tensor of K3 has 9.9e9 packed bytes. Under `TRITON_INTERPRET=1` the same
 kernels run on CPU tensors, which is how their bits are tested without a GPU.
 """
 
@@ -12,23 +14,26 @@ import triton.language as tl
 from torch import Tensor
 
 from kconv.kernels import e2m1
+from kconv.kernels.common import viewable
 
-_FORM = {torch.bfloat16: (7, 127, 254), torch.float16: (10, 15, 30), torch.float32: (23, 127, 254)}
-"""Mantissa bits, bias and largest exponent field of a finite number."""
-_BLOCK = 4096
-_WARPS = 8
+_HIGHEST = 128
+"""Scales above it take the table, since 2^(scale-1) is no fp32; so do those that the target dtype holds in part only."""
+_BLOCK = 1024
+_WARPS = 4
 
 
 def decode(packed: Tensor, scale: Tensor, out: Tensor) -> bool:
     """Packed [G, g/2] and scale [G] into out [G, g]; false for a dtype that only plain torch knows."""
-    if out.dtype not in _FORM:
+    if out.dtype == torch.float64:
         return False
-    mantissa, bias, top = _FORM[out.dtype]
+    low, high = e2m1.safe_scales(out.dtype)
     table = e2m1.pair_table(out.dtype, out.device)
-    _decode[(triton.cdiv(packed.numel(), _BLOCK),)](
-        packed, scale, out.view(table.dtype), table, packed.numel(),
-        LOW=129 - bias, HIGH=top - 3 + 128 - bias, OFFSET=128 - bias, MANTISSA=mantissa, WIDTH=packed.shape[1],
-        WIDE=out.dtype.itemsize == 4, BLOCK=_BLOCK, num_warps=_WARPS,
+    lanes = 4 if packed.shape[1] % 4 == 0 and viewable(packed, 4) else 1
+    source = packed.view(torch.int32) if lanes == 4 else packed
+    _decode[(triton.cdiv(source.numel(), _BLOCK),)](
+        source, scale, out.view(table.dtype), table, source.numel(),
+        LOW=low, HIGH=min(high, _HIGHEST), WIDTH=packed.shape[1] // lanes, WIDE=out.dtype == torch.float32,
+        HALF=out.dtype == torch.float16, LANES=lanes, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     return True
 
@@ -47,29 +52,33 @@ def encode(values: Tensor, scale: Tensor, out: Tensor) -> bool:
 @triton.jit
 def _decode(
     packed, scale, out, table, n,
-    LOW: tl.constexpr, HIGH: tl.constexpr, OFFSET: tl.constexpr, MANTISSA: tl.constexpr, WIDTH: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = j < n
-    b = tl.load(packed + j, live, other=0).to(tl.int32)
+    lane = tl.arange(0, LANES)[None, :]
+    b = (tl.load(packed + j, live, other=0).to(tl.int32)[:, None] >> (8 * lane)) & 255
     s = tl.load(scale + j // WIDTH, live, other=LOW).to(tl.int32)
-    base = (s - OFFSET) << MANTISSA
-    m = b & 7
-    k = (b >> 4) & 7
-    even = tl.where(m == 0, 0, tl.where(m == 1, base, base + (m << (MANTISSA - 1))))
-    odd = tl.where(k == 0, 0, tl.where(k == 1, base, base + (k << (MANTISSA - 1))))
+    factor = ((s + 126) << 23).to(tl.float32, bitcast=True)[:, None]
+    spread = b * 0x40040  # magnitude of the even code at bit 6, of the odd one at bit 22; signs at bits 9 and 25
+    even = (((spread << 16) & 0x01C00000).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
+    odd = ((spread & 0x01C00000).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
     if WIDE:
-        even |= (b & 8) << 28
-        odd |= (b & 128) << 24
+        even ^= (spread << 22) & -0x80000000
+        odd ^= (spread << 6) & -0x80000000
         word = (even.to(tl.int64) & 0xFFFFFFFF) | (odd.to(tl.int64) << 32)
+    elif HALF:
+        low = even.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        high = odd.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        word = (low | high) ^ ((spread << 6) & -0x7FFF8000)
     else:
-        even |= (b & 8) << 12
-        odd |= (b & 128) << 8
-        word = even | (odd << 16)
+        word = (((even >> 16) & 0xFFFF) | (odd & -0x10000)) ^ ((spread << 6) & -0x7FFF8000)
     rare = (s < LOW) | (s > HIGH)
-    word = tl.where(rare, tl.load(table + (s << 8 | b), live & rare, other=0), word)
-    tl.store(out + j, word, live)
+    if tl.max(rare.to(tl.int32)) > 0:
+        seldom = (live & rare)[:, None]
+        word = tl.where(seldom, tl.load(table + (s[:, None] << 8 | b), seldom, other=0), word)
+    tl.store(out + j[:, None] * LANES + lane, word, live[:, None])
 
 
 @triton.jit

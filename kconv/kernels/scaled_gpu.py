@@ -1,7 +1,8 @@
-"""Codes times scales on CUDA, in Triton: one program a row (or a stretch of it), numbers built as in `scaled_cpu`.
+"""Codes times scales on CUDA, in Triton: one program a row (or a stretch of it).
 
-The product is fp32 and is rounded to nearest even by integer arithmetic for bf16, by the hardware for fp16. Under
-`TRITON_INTERPRET=1` the same kernels run on CPU tensors.
+The magnitude bits of a small float, shifted under the exponent of an fp32, times a power of two are its value; then the
+product with the scale is rounded once, to nearest even. Under `TRITON_INTERPRET=1` the same kernels run on CPU tensors,
+where bf16 is rounded by integer arithmetic, as the interpreter does not round it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, o
     _decode[(rows, triton.cdiv(columns, block))](
         codes, factor, factor if offset is None else offset, out, special, columns, codes.shape[1], factor.shape[1],
         HEIGHT=grid.height, WIDTH=grid.width, NIBBLES=code.bits == 4, INTEGER=code.integer, SHIFTED=offset is not None,
-        MANTISSA=code.mantissa, EXPONENT=(127 - code.bias) << 23, STEP=code.step, LIMIT=code.limit, HOLE=code.hole,
-        BF16=out.dtype == torch.bfloat16, BLOCK=block, num_warps=_WARPS,
+        MANTISSA=code.mantissa, UNIT=2.0 ** (127 - code.bias), LIMIT=code.limit, HOLE=code.hole,
+        BY_HAND=out.dtype == torch.bfloat16 and not out.is_cuda, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
     return code.bits == 8 and bool(int(special))
 
@@ -54,8 +55,8 @@ def _to_bf16_bits(x):
 def _decode(
     codes, factor, offset, out, special, columns, stride, groups,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, NIBBLES: tl.constexpr, INTEGER: tl.constexpr, SHIFTED: tl.constexpr,
-    MANTISSA: tl.constexpr, EXPONENT: tl.constexpr, STEP: tl.constexpr, LIMIT: tl.constexpr, HOLE: tl.constexpr,
-    BF16: tl.constexpr, BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr, UNIT: tl.constexpr, LIMIT: tl.constexpr, HOLE: tl.constexpr, BY_HAND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -72,12 +73,10 @@ def _decode(
             number = number - tl.load(offset + where, live, other=0.0)
         x = (number * f).to(tl.int32, bitcast=True)
     else:
-        m = b & (7 if NIBBLES else 127)
-        normal = ((m << (23 - MANTISSA)) + EXPONENT).to(tl.float32, bitcast=True)
-        number = tl.where(m < (1 << MANTISSA), m.to(tl.float32) * STEP, normal)
+        size = ((b & (7 if NIBBLES else 127)) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * UNIT
         sign = (b & (8 if NIBBLES else 128)) << (28 if NIBBLES else 24)
-        x = (number * f).to(tl.int32, bitcast=True) ^ sign
-    if BF16:
+        x = (size * f).to(tl.int32, bitcast=True) ^ sign
+    if BY_HAND:
         result = _to_bf16_bits(x).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         result = x.to(tl.float32, bitcast=True).to(out.dtype.element_ty)
