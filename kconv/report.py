@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kconv.names import ranges
 
@@ -138,7 +138,7 @@ class Meter:
         self._label, self._total, self._quiet = label, max(1, total_bytes), quiet
         self._start = self._last = 0.0
         self._update: Callable[[Progress], None] = lambda progress: None
-        self._bar = None
+        self._bar: Any = None
 
     def __enter__(self) -> Meter:
         self._start = time.monotonic()

@@ -153,7 +153,7 @@ class Worker:
                 return zeros  # type: ignore[return-value]
         data = self._in.cut(part.reads)
         for region, buffer in zip(part.reads, data, strict=True):
-            self.files.read_into(region.file, region.offset, memoryview(buffer))
+            self.files.read_into(region.file, region.offset, buffer.data)
         try:
             converted = self._convert(part, data)
         except BadData as e:
@@ -223,7 +223,7 @@ def execute(
 ) -> Progress:
     """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling thread."""
     progress, failures, stop = Progress(), [], threading.Event()
-    feed, zero_memo = Feed(streams), {}
+    feed, zero_memo = Feed(streams), dict[tuple, bool]()
     finished = threading.Semaphore(0)
 
     def work() -> None:

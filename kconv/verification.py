@@ -71,7 +71,7 @@ class CompareSink:
         import numpy as np
 
         stored = np.empty(data.nbytes, np.uint8)
-        self.files.read_into(region.file, region.offset, memoryview(stored))
+        self.files.read_into(region.file, region.offset, stored.data)
         with self.lock:
             self.seen.add(region.name)
         if not np.array_equal(stored, data):

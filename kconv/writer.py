@@ -39,7 +39,7 @@ def partial_path(out: Path) -> Path:
 
 def digest_of(data: np.ndarray) -> str:
     """xxh3-64 of bytes, in hex."""
-    return xxhash.xxh3_64_hexdigest(data)
+    return xxhash.xxh3_64_hexdigest(data.data)
 
 
 def zero_digest(nbytes: int) -> str:
@@ -90,10 +90,10 @@ class FileSink:
         if not data[:4096].any() and not data.any():
             return self.put_zeros(region)
         if self.hashes:
-            self.hashes[region.file].offer(region.offset, memoryview(data))
+            self.hashes[region.file].offer(region.offset, data.data)
         self._dirty.add(region.file)
         with self._fds.use(region.file) as fd:
-            view, at = memoryview(data), region.offset
+            view, at = data.data, region.offset
             while view:
                 done = os.pwrite(fd, view, at)
                 view, at = view[done:], at + done
@@ -122,7 +122,7 @@ class FileSink:
 
         data = np.empty(region.spec.nbytes, np.uint8)
         with self._fds.use(region.file) as fd:
-            pread_full(fd, memoryview(data), region.offset, self.folder / region.file)
+            pread_full(fd, data.data, region.offset, self.folder / region.file)
         return digest_of(data)
 
     def sync(self) -> None:

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from kconv.cli.common import Outcome
-from kconv.cli.common import command as kconv_command
+from kconv.cli.common import outcome_command
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EXAMPLE = """Example:
@@ -36,7 +36,7 @@ def reference_options(function: Any) -> Any:
     return function
 
 
-@kconv_command(epilog=EXAMPLE)
+@outcome_command(epilog=EXAMPLE)
 @click.argument("ref", type=click.Path(exists=True, file_okay=False))
 @click.argument("out", type=click.Path())
 @click.option("--dtype", type=click.Choice(DTYPES), default="float64", show_default=True, help="Precision of the answers.")

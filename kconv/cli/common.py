@@ -46,7 +46,7 @@ def err_console() -> Console:
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
-def command(*args: Any, epilog: str, **kwargs: Any) -> Callable[[Callable[..., Outcome]], click.Command]:
+def outcome_command(*args: Any, epilog: str, **kwargs: Any) -> Callable[[Callable[..., Outcome]], click.Command]:
     """A click command whose function returns an `Outcome`; adds `--json`. `epilog` is the example in `--help`."""
 
     def wrap(function: Callable[..., Outcome]) -> click.Command:

@@ -7,11 +7,11 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kconv.cli.common import Outcome, announce, command
+from kconv.cli.common import Outcome, announce, outcome_command
 from kconv.cli.options import GRADES, Share, Size, conversion_options
 
 
-@command(epilog="Example:  kconv convert moonshotai/Kimi-K3 out/ --experts packed --vision drop")
+@outcome_command(epilog="Example:  kconv convert moonshotai/Kimi-K3 out/ --experts packed --vision drop")
 @click.argument("source")
 @click.argument("out", type=click.Path(file_okay=False))
 @conversion_options

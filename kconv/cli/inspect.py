@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 from rich.console import Console
 
-from kconv.cli.common import Outcome, announce, command
+from kconv.cli.common import Outcome, announce, outcome_command
 
 
-@command(epilog="Example:  kconv inspect moonshotai/Kimi-K3")
+@outcome_command(epilog="Example:  kconv inspect moonshotai/Kimi-K3")
 @click.argument("path")
 def command(path: str) -> Outcome:
     """Say what the checkpoint at PATH is: family, formats with counts and bytes, oddities, what it converts to."""

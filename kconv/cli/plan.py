@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from kconv.cli.common import Outcome, announce, command
+from kconv.cli.common import Outcome, announce, outcome_command
 from kconv.cli.options import Size, conversion_options
 
 
-@command(epilog="Example:  kconv plan moonshotai/Kimi-K3 --experts bf16 --out out/")
+@outcome_command(epilog="Example:  kconv plan moonshotai/Kimi-K3 --experts bf16 --out out/")
 @click.argument("source")
 @conversion_options
 @click.option("--out", type=click.Path(file_okay=False), help="Also check room, rights and memory there; estimate the time.")

@@ -12,7 +12,7 @@ from kconv.cli.common import Outcome
 from kconv.cli.options import Size
 
 
-@common.command(epilog="Example:  kconv publish out/ lab/Kimi-K3-native --private --dry-run")
+@common.outcome_command(epilog="Example:  kconv publish out/ lab/Kimi-K3-native --private --dry-run")
 @click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False))
 @click.argument("repo_id")
 @click.option("--private", is_flag=True, help="Create the repository private; refused if it exists and is public.")

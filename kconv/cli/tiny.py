@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from kconv.cli.common import Outcome
-from kconv.cli.common import command as outcome_command
+from kconv.cli.common import outcome_command
 from kconv.synthesis.families import FAMILIES, Family, family, tiny
 
 

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from kconv.cli.capture import DTYPES, reference_options
 from kconv.cli.common import Outcome
-from kconv.cli.common import command as kconv_command
+from kconv.cli.common import outcome_command
 
 EXAMPLE = """Example:
   kconv verify-parity out/ --reference golden.safetensors --dtype float64"""
 
 
-@kconv_command(epilog=EXAMPLE)
+@outcome_command(epilog=EXAMPLE)
 @click.argument("converted", type=str)
 @click.option("--reference", required=True, type=click.Path(exists=True), help="A golden file, or a checkpoint to run.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Precision that ours runs in.")
