@@ -103,9 +103,11 @@ def encode(tensor: Tensor, scales: Scales, code: Code, out: Tensor) -> None:
         )  # fmt: skip
 
 
-def per_row(factor: Tensor, grid: Grid, rows: int) -> Tensor:
-    """Scales [N, rows of the grid, columns] repeated for every row of the weight, [N, rows, columns]."""
-    return factor.repeat_interleave(grid.height, 1)[:, :rows] if grid.height > 1 else factor
+def _per_row(factor: Tensor, grid: Grid, rows: int) -> Tensor:
+    """Scales [rows of the grid, columns] repeated for every row of the weight, [rows, columns]."""
+    if factor.shape[0] == 1:
+        return factor.expand(rows, -1)
+    return factor.repeat_interleave(grid.height, 0)[:rows] if grid.height > 1 else factor
 
 
 def unpack(codes: Tensor, code: Code, columns: int) -> Tensor:
@@ -147,17 +149,17 @@ def _run_decode(codes: Tensor, scales: Scales, code: Code, out: Tensor) -> bool:
 def _decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool:
     """Plain torch: one look-up of two fp32 numbers, product, rounding; chunk by chunk of rows."""
     rows, columns = out.shape
-    height = chunk_rows(columns, codes.device)
+    height = 2 * chunk_rows(columns, codes.device)
     look_up = _LookUp(code, min(height, rows), codes)
+    factor, offset = _per_row(factor, grid, rows), None if offset is None else _per_row(offset, grid, rows)
     special = False
     for i in range(0, rows, height):
         chunk = codes[i : i + height]
         special |= look_up.has_special(chunk)
-        which = torch.arange(i, min(i + height, rows), device=codes.device) // grid.height
         number = look_up(chunk)[:, :columns]
         if offset is not None:
-            _by_columns(number, offset[which], grid.width, "sub_")
-        out[i : i + height].copy_(_by_columns(number, factor[which], grid.width, "mul_"))
+            _by_columns(number, offset[i : i + height], grid.width, "sub_")
+        out[i : i + height].copy_(_by_columns(number, factor[i : i + height], grid.width, "mul_"))
     return special
 
 
@@ -226,13 +228,15 @@ def _encode(tensor: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor,
     """Plain torch: quotient, rounded to bf16, looked up; chunk by chunk of rows."""
     table = nearest(code, tensor.device)
     rows, columns = tensor.shape
-    divisor = torch.where(factor == 0, 1.0, factor)
-    height = chunk_rows(columns, tensor.device)
+    divisor = _per_row(torch.where(factor == 0, 1.0, factor), grid, rows)
+    offset = None if offset is None else _per_row(offset, grid, rows)
+    height = 2 * chunk_rows(columns, tensor.device)
+    space = torch.empty((min(height, rows), columns), dtype=torch.float32, device=tensor.device)
     for i in range(0, rows, height):
-        which = torch.arange(i, min(i + height, rows), device=tensor.device) // grid.height
-        quotient = _by_columns(tensor[i : i + height].to(torch.float32, copy=True), divisor[which], grid.width, "div_")
+        chunk = tensor[i : i + height]
+        quotient = _by_columns(space[: chunk.shape[0]].copy_(chunk), divisor[i : i + height], grid.width, "div_")
         if offset is not None:
-            _by_columns(quotient, offset[which], grid.width, "add_")
+            _by_columns(quotient, offset[i : i + height], grid.width, "add_")
         index = quotient.to(torch.bfloat16).view(torch.uint16).to(torch.int32)
         picked = torch.index_select(table, 0, index.view(-1)).view(index.shape)
         out[i : i + height].copy_(pack(picked, code, out.shape[1]))

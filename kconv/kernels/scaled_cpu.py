@@ -17,24 +17,33 @@ from torch import Tensor
 
 from kconv.kernels.backend import jit
 from kconv.kernels.codes import Code, nearest
+from kconv.kernels.common import viewable
 from kconv.kernels.geometry import Grid
 
 _VIEW = {torch.bfloat16: (torch.int16, np.uint16), torch.float32: (torch.int32, np.uint32)}
+_PAIR = {torch.bfloat16: (torch.int32, np.uint32), torch.float32: (torch.int64, np.uint64)}
 
 
 def decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool | None:
     """Codes [R, W], factor [rows, columns] into out [R, I]; whether a code was not finite. None: left to plain torch."""
     if out.dtype not in _VIEW:
         return None
-    signed, unsigned = _VIEW[out.dtype]
-    target = out.view(signed).numpy().view(unsigned)
     source, scale, wide = codes.numpy(), factor.numpy(), out.dtype == torch.float32
+    if code.bits == 8:
+        signed, unsigned = _VIEW[out.dtype]
+        form = code.mantissa, np.uint32((127 - code.bias) << 23), np.float32(code.step), code.limit, code.hole
+        target = out.view(signed).numpy().view(unsigned)
+        return bool(_bytes(source, scale, target, *form, grid.height, grid.width, wide))
+    if out.shape[1] % 2 or grid.width % 2 or not viewable(out, 2 * out.element_size()):
+        return None
+    signed, unsigned = _PAIR[out.dtype]
+    target = out.view(signed).numpy().view(unsigned)
     if code.integer:
         shift = scale if offset is None else offset.contiguous().numpy()
-        return bool(_integers(source, scale, shift, offset is not None, target, grid.height, grid.width, wide))
-    exponent, step = np.uint32((127 - code.bias) << 23), np.float32(code.step)
-    form = source, scale, target, code.mantissa, exponent, step, grid.height, grid.width, wide
-    return bool(_nibbles(*form) if code.bits == 4 else _bytes(*form, code.limit, code.hole))
+        _integers(source, scale, shift, offset is not None, target, grid.height, grid.width // 2, wide)
+    else:
+        _e2m1(source, scale, target, grid.height, grid.width // 2, wide)
+    return False
 
 
 def encode(tensor: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool:
@@ -77,7 +86,7 @@ def _bf16(x):
 
 
 @jit
-def _bytes(codes, scale, out, mantissa, exponent, step, height, width, wide, limit, hole):
+def _bytes(codes, scale, out, mantissa, exponent, step, limit, hole, height, width, wide):
     rows, columns = codes.shape
     shift, least = np.uint32(23 - mantissa), np.uint32(1 << mantissa)
     special = np.uint32(0)
@@ -98,22 +107,26 @@ def _bytes(codes, scale, out, mantissa, exponent, step, height, width, wide, lim
 
 
 @jit
-def _nibbles(codes, scale, out, mantissa, exponent, step, height, width, wide):
+def _e2m1(codes, scale, out, height, width, wide):
     rows, columns = out.shape
-    shift, least = np.uint32(23 - mantissa), np.uint32(1 << mantissa)
+    half = np.uint32(0x3F000000)  # the bits of 0.5, code 1
     for r in range(rows):
         for g in range(scale.shape[1]):
             f = scale[r // height, g]
+            source = codes[r, g * width : min(columns, (g + 1) * width)]
             target = out[r, g * width : min(columns, (g + 1) * width)]
-            source = codes[r, g * width // 2 : (g * width + target.size + 1) // 2]
             for j in range(target.size):
-                b = np.uint32(source[j >> 1]) >> np.uint32((j & 1) << 2)
+                b = np.uint32(source[j])
                 m = b & np.uint32(7)
-                number = _as_float((m << shift) + exponent)
-                number = np.float32(np.int32(m)) * step if m < least else number
-                x = _as_bits(number * f) ^ ((b & np.uint32(8)) << np.uint32(28))
-                target[j] = x if wide else _bf16(x)
-    return 0
+                n = (b >> np.uint32(4)) & np.uint32(7)
+                low = np.uint32(0) if m == 0 else (half if m == 1 else half + (m << np.uint32(22)))
+                high = np.uint32(0) if n == 0 else (half if n == 1 else half + (n << np.uint32(22)))
+                x = _as_bits(_as_float(low) * f) ^ ((b & np.uint32(8)) << np.uint32(28))
+                y = _as_bits(_as_float(high) * f) ^ ((b & np.uint32(128)) << np.uint32(24))
+                if wide:
+                    target[j] = np.uint64(x) | (np.uint64(y) << np.uint64(32))
+                else:
+                    target[j] = np.uint32(_bf16(x)) | (np.uint32(_bf16(y)) << np.uint32(16))
 
 
 @jit
@@ -123,13 +136,16 @@ def _integers(codes, scale, offset, shifted, out, height, width, wide):
         for g in range(scale.shape[1]):
             f = scale[r // height, g]
             zero = np.int32(8) + (np.int32(offset[r // height, g]) if shifted else np.int32(0))
+            source = codes[r, g * width : min(columns, (g + 1) * width)]
             target = out[r, g * width : min(columns, (g + 1) * width)]
-            source = codes[r, g * width // 2 : (g * width + target.size + 1) // 2]
             for j in range(target.size):
-                b = (np.int32(source[j >> 1]) >> np.int32((j & 1) << 2)) & np.int32(15)
-                x = _as_bits(np.float32(b - zero) * f)
-                target[j] = x if wide else _bf16(x)
-    return 0
+                b = np.int32(source[j])
+                x = _as_bits(np.float32((b & np.int32(15)) - zero) * f)
+                y = _as_bits(np.float32((b >> np.int32(4)) - zero) * f)
+                if wide:
+                    target[j] = np.uint64(x) | (np.uint64(y) << np.uint64(32))
+                else:
+                    target[j] = np.uint32(_bf16(x)) | (np.uint32(_bf16(y)) << np.uint32(16))
 
 
 @jit
