@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kconv.errors import KconvError
 from tests.builders import load_all, shard_name, small_k3
 from tests.cli.refusing import done, error_of, refused, run
 
@@ -195,9 +196,10 @@ def test_shard_that_shrinks_while_it_is_read(src: Path, tmp_path: Path) -> None:
     plan = kconv.plan(src)
     with open(src / shard_name(2, 2), "r+b") as handle:
         handle.truncate(10_000)
-    with pytest.raises(Exception, match=r"model-00002-of-00002.safetensors ends at byte [0-9]+, [0-9]+ bytes before its header says") as raised:
+    said = r"model-00002-of-00002.safetensors ends at byte [0-9]+, [0-9]+ bytes before its header says"
+    with pytest.raises(KconvError, match=said) as raised:
         kconv.convert(plan, tmp_path / "out")
-    assert getattr(raised.value, "exit_code", 0) == 2
+    assert raised.value.exit_code == 2
     assert not (tmp_path / "out").exists()
 
 

@@ -58,7 +58,9 @@ def test_shard_cut_inside_its_header(src: Path) -> None:
 def test_bytes_appended_to_a_shard(src: Path) -> None:
     whole = (src / FIRST).read_bytes()
     (src / FIRST).write_bytes(whole + b"x" * 100)
-    assert f"{FIRST} is longer than its header says: {len(whole) + 100:,} bytes on disk, {len(whole):,} by its header" in refusal(src)
+    message = refusal(src)
+    assert f"{FIRST} is longer than its header says" in message
+    assert f"{len(whole) + 100:,} bytes on disk, {len(whole):,} by its header" in message
 
 
 @pytest.mark.parametrize("size", [0, 7])

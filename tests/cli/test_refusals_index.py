@@ -127,7 +127,9 @@ def test_shard_that_is_a_link_out_of_the_folder(src: Path, tmp_path: Path) -> No
     assert f"{FIRST} is a link that leads out of the folder" in refused(src, tmp_path / "out")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '{"weight_map": []}', '{"weight_map": {}}', "{}", '{"weight_map": {"a": 3}}'])
+@pytest.mark.parametrize("content", [
+    "{", "[]", "3", '{"weight_map": []}', '{"weight_map": {}}', "{}", '{"weight_map": {"a": 3}}',
+])  # fmt: skip
 def test_index_that_is_none(content: str, src: Path, tmp_path: Path) -> None:
     (src / INDEX).write_text(content)
     assert INDEX in refused(src, tmp_path / "out")
