@@ -19,7 +19,7 @@ from torch import Tensor
 from kconv.errors import BadData, KconvError
 from kconv.kernels import scaled
 from kconv.kernels.codes import CODES, Code, values
-from kconv.kernels.common import first, lend, refuse_not_finite
+from kconv.kernels.common import all_finite, first, lend, refuse_not_finite
 from kconv.kernels.geometry import Grid
 from kconv.kernels.scaled import Scales
 
@@ -67,7 +67,7 @@ def quantize(tensor: Tensor, *, divides: bool) -> tuple[Tensor, Tensor, Tensor]:
     for make in (_powers_of_two, _by_maximum):
         scale, unit = make(top)
         whole = 1 / unit if divides else unit
-        factor = values(E4M3, tensor.device)[scale.view(torch.uint8).long()]
+        factor = _numbers(scale)
         factor = factor / whole if divides else factor * whole
         codes = _nearest(grouped, factor)
         if torch.equal(values(E2M1, tensor.device)[codes.long()] * factor.unsqueeze(-1), grouped):
@@ -85,8 +85,8 @@ def scales_of(weight: tuple[int, ...], scale: Tensor, whole: Tensor, divides: bo
     unit = float(whole)
     if not abs(unit) < float("inf") or unit == 0:
         raise BadData(f"the global scale is {unit:g}", operand=2, position=(0,) * whole.dim())
-    number = values(E4M3, scale.device)[scale.view(torch.uint8).long()]
-    if bool(number.isnan().any()):
+    number = _numbers(scale)
+    if not all_finite(number):
         at = first(number.isnan())
         raise BadData(
             f"scale 0x{int(scale.view(torch.uint8)[at]):02X} is NaN", operand=1, position=at,
@@ -104,6 +104,12 @@ E4M3: Code = CODES["F8_E4M3"]
 
 def _matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(1, math.prod(tensor.shape[:-1]), tensor.shape[-1])  # a view wherever there can be one
+
+
+def _numbers(scale: Tensor) -> Tensor:
+    """The fp32 numbers of F8_E4M3 scales; torch's own conversion does five times fewer a second."""
+    index = scale.contiguous().view(torch.uint8).to(torch.int32).view(-1)
+    return torch.index_select(values(E4M3, scale.device), 0, index).view(scale.shape)
 
 
 def _powers_of_two(top: Tensor) -> tuple[Tensor, Tensor]:

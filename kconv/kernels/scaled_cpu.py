@@ -110,23 +110,23 @@ def _bytes(codes, scale, out, mantissa, exponent, step, limit, hole, height, wid
 def _e2m1(codes, scale, out, height, width, wide):
     rows, columns = out.shape
     half = np.uint32(0x3F000000)  # the bits of 0.5, code 1
+    factor = np.empty(columns, np.float32)  # one for every byte: groups of 8 bytes are too short for a vector loop
     for r in range(rows):
-        for g in range(scale.shape[1]):
-            f = scale[r // height, g]
-            source = codes[r, g * width : min(columns, (g + 1) * width)]
-            target = out[r, g * width : min(columns, (g + 1) * width)]
-            for j in range(target.size):
-                b = np.uint32(source[j])
-                m = b & np.uint32(7)
-                n = (b >> np.uint32(4)) & np.uint32(7)
-                low = np.uint32(0) if m == 0 else (half if m == 1 else half + (m << np.uint32(22)))
-                high = np.uint32(0) if n == 0 else (half if n == 1 else half + (n << np.uint32(22)))
-                x = _as_bits(_as_float(low) * f) ^ ((b & np.uint32(8)) << np.uint32(28))
-                y = _as_bits(_as_float(high) * f) ^ ((b & np.uint32(128)) << np.uint32(24))
-                if wide:
-                    target[j] = np.uint64(x) | (np.uint64(y) << np.uint64(32))
-                else:
-                    target[j] = np.uint32(_bf16(x)) | (np.uint32(_bf16(y)) << np.uint32(16))
+        source, target, scales = codes[r], out[r], scale[r // height]
+        for g in range(scales.size):
+            factor[g * width : min(columns, (g + 1) * width)] = scales[g]
+        for j in range(columns):
+            b = np.uint32(source[j])
+            m = b & np.uint32(7)
+            n = (b >> np.uint32(4)) & np.uint32(7)
+            low = np.uint32(0) if m == 0 else (half if m == 1 else half + (m << np.uint32(22)))
+            high = np.uint32(0) if n == 0 else (half if n == 1 else half + (n << np.uint32(22)))
+            x = _as_bits(_as_float(low) * factor[j]) ^ ((b & np.uint32(8)) << np.uint32(28))
+            y = _as_bits(_as_float(high) * factor[j]) ^ ((b & np.uint32(128)) << np.uint32(24))
+            if wide:
+                target[j] = np.uint64(x) | (np.uint64(y) << np.uint64(32))
+            else:
+                target[j] = np.uint32(_bf16(x)) | (np.uint32(_bf16(y)) << np.uint32(16))
 
 
 @jit
