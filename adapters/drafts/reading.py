@@ -43,6 +43,7 @@ FAMILY: dict[str, tuple[str, ...]] = {
 }
 DECLARABLE = ("block_size", "target_layer_ids", "capture_stream", "mla_norm_eps", "attention_factor", "target_num_hidden_layers")
 CORRECTABLE = ("capture_stream", "mla_norm_eps", "attention_factor")
+PROVENANCE = "kconv_provenance"
 STREAM_KEYS = ("aux_hidden_stream", "capture_stream")
 ASCEND = {"materialized": "attn_res", "raw": "prefix"}
 
@@ -136,6 +137,8 @@ def _geometry(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> Non
     if dtype:
         out["dtype"] = str(dtype).removeprefix("torch.")
     out["tie_word_embeddings"] = False
+    if PROVENANCE in keys.top:
+        out[PROVENANCE] = copy.deepcopy(keys.top[PROVENANCE])
 
 
 def _attention(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:

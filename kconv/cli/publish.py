@@ -7,12 +7,11 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kconv.cli import common
-from kconv.cli.common import Outcome
+from kconv.cli.common import Outcome, outcome_command
 from kconv.cli.options import Size
 
 
-@common.outcome_command(epilog="Example:  kconv publish out/ lab/Kimi-K3-native --private --dry-run")
+@outcome_command(epilog="Example:  kconv publish out/ lab/Kimi-K3-native --private --dry-run")
 @click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False))
 @click.argument("repo_id")
 @click.option("--private", is_flag=True, help="Create the repository private; refused if it exists and is public.")
