@@ -67,6 +67,7 @@ def convert(
     hashes: bool = True,
     memory: int = MEMORY,
     part: tuple[int, int] | None = None,
+    mmap: bool = False,
     quiet: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
@@ -85,13 +86,14 @@ def convert(
         memory: bytes that the workers' buffers may take together.
         part: `(i, n)`: do only the i-th (from 1) of n shares, beside other processes on the same file system; the process
             that ends last finishes the folder. Under torchrun rank and world size are taken. Implies `resume`.
+        mmap: read through memory maps instead of `pread`; for local NVMe only.
     """
     _refuse_swapped(source, Path(out))
     the_plan = (source if isinstance(source, Plan) else plan(source, **options)).check()
     _require(the_plan, require)
     check_device(device)
     target, part = Path(out).resolve(), part or rank_part()
-    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory), device, hashes, part)
+    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory), device, hashes, part, mmap)
     resume = resume or part[1] > 1
     if resume and already(the_plan, target):
         return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,

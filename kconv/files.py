@@ -13,9 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kconv.errors import KconvError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OPEN_FILES = 8
 
@@ -81,6 +84,12 @@ class Descriptors:
         with self._lock:
             self._close_idle(keep=0)
 
+    def forget(self, name: str) -> None:
+        """Close a file's descriptor, because the file goes away."""
+        with self._lock:
+            if name in self._open and self._open[name][1] == 0:
+                os.close(self._open.pop(name)[0])
+
 
 def pread_full(fd: int, buffer: memoryview, offset: int, path: object) -> None:
     """Fill `buffer` from `offset`; raises KconvError when the file ends before."""
@@ -115,6 +124,7 @@ class LocalFiles:
             self.root = self.root.parent
         self.fds = Descriptors(lambda name: os.open(self.path(name), os.O_RDONLY))
         self._sparse: dict[str, bool] = {}
+        self.drop_pages = False
 
     def names(self) -> list[str]:
         if self.single:
@@ -166,6 +176,15 @@ class LocalFiles:
         with self.fds.use(name) as fd:
             pread_full(fd, buffer, offset, self.path(name))
 
+    def advise(self, ranges: list[tuple[str, int, int]], *, needed: bool) -> None:
+        """Tell the kernel that ranges will be read soon, or (when the source is larger than memory) not again."""
+        if not needed and not self.drop_pages:
+            return
+        advice = os.POSIX_FADV_WILLNEED if needed else os.POSIX_FADV_DONTNEED
+        for name, offset, length in ranges:
+            with self.fds.use(name) as fd:
+                os.posix_fadvise(fd, offset, length, advice)
+
     def is_hole(self, name: str, offset: int, length: int) -> bool:
         """Whether a range is a hole of a sparse file, that is, reads as zeros without being stored."""
         with self.fds.use(name) as fd:
@@ -182,6 +201,22 @@ class LocalFiles:
     def close(self) -> None:
         """Close every descriptor that nobody uses."""
         self.fds.close()
+
+
+class MappedFiles(LocalFiles):
+    """Files of a folder as memory maps: no copy out of the page cache, for local NVMe; slow on network disks."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._maps: dict[str, np.ndarray] = {}
+
+    def view(self, name: str, offset: int, length: int) -> np.ndarray:
+        """Bytes of a file, 1-D uint8; writes stay private."""
+        if name not in self._maps:
+            import numpy as np
+
+            self._maps[name] = np.memmap(self.path(name), np.uint8, "c")
+        return self._maps[name][offset : offset + length]
 
 
 def open_files(source: str | os.PathLike[str]) -> Files:

@@ -4,6 +4,7 @@
 |---|---|---|
 | `.kconv-identity.json` | the first process, atomically | plan, options, source fingerprints, N; another identity refuses |
 | `.kconv-journal-I-of-N` | part I | finished slabs, `sync` points, `done` |
+| `.kconv-stage-I/` | part I of a conversion from the Hub | the few shards that lie on disk at a time |
 | `.kconv-finisher` | the last part | locked while the folder is finished; the lock dies with its process |
 
 All parts write their own byte ranges of the same pre-sized files, so the result does not depend on N.
@@ -24,21 +25,24 @@ from typing import Any
 
 from kconv import manifest as manifests
 from kconv.errors import KconvError
+from kconv.files import Files, LocalFiles, MappedFiles
 from kconv.hashing import sha256_file
-from kconv.journal import DONE, Journal
+from kconv.journal import Journal
 from kconv.layout import OutFile, indexes
 from kconv.plans import Plan
-from kconv.preflight import peak_bytes
+from kconv.preflight import peak_bytes, total_memory
 from kconv.report import Meter
 from kconv.run import Progress, execute
 from kconv.slabs import Slab, streams
 from kconv.source import IDENTITY, MANIFEST, OURS, Checkpoint
+from kconv.staging import StagedFiles
 from kconv.writer import FileSink, publish, slab_checksum, sync_folder, write_file
 
 SYNC_EVERY = 4 << 30
 COPY_BLOCK = 16 << 20
 FINISHER = f"{OURS}finisher"
 JOURNAL = f"{OURS}journal"
+STAGE = f"{OURS}stage"
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Settings:
     device: str = "cpu"
     hashes: bool = True
     part: tuple[int, int] = (1, 1)
+    mmap: bool = False
 
 
 class Job:
@@ -63,6 +68,7 @@ class Job:
         self._started = time.monotonic()
         self._since_sync = 0
         self._syncing = threading.Lock()
+        self._staged: StagedFiles | None = None
         part, parts = settings.part
         self.journals = [Journal(partial / f"{JOURNAL}-{i}-of-{parts}") for i in range(1, parts + 1)]
         self.journal = self.journals[part - 1]
@@ -78,19 +84,35 @@ class Job:
             with Meter("convert", total, quiet=quiet) as meter:
                 todo = map(self._todo, streams(self.plan, self.sink.place))
                 progress = execute(
-                    todo, self.plan.source.files, self.sink, workers=self.settings.workers,
+                    todo, self.source_files(), self.sink, workers=self.settings.workers,
                     device=self.settings.device, done=self._done, tick=meter,
                 )  # fmt: skip
             self._unchanged()
             self.sink.sync()
+            if self._staged:
+                self._staged.clear()
             self.journal.synced(last=True)
         finally:
             self.sink.close()
             self.journal.close()
         return self._figures(progress)
 
+    def source_files(self) -> Files:
+        """The source's files as this job reads them: mapped, staged from the Hub, or with `pread`."""
+        files = self.plan.source.files
+        if isinstance(files, LocalFiles):
+            if self.settings.mmap:
+                return MappedFiles(files.where)
+            files.drop_pages = self.plan.source.nbytes > total_memory() // 2
+        elif hasattr(files, "download"):
+            self._staged = StagedFiles(files, self.partial / f"{STAGE}-{self.settings.part[0]}", self.settings.workers + 2)
+            return self._staged
+        return files
+
     def finish(self, out: Path, *, overwrite: bool) -> bool:
         """Write what stands beside the weights and rename the folder, if all parts are done and no other process is at it."""
+        if not self.partial.exists():
+            return False
         with open(self.partial / FINISHER, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

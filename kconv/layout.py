@@ -1,8 +1,8 @@
 """Where every output tensor will lie: files, headers and offsets, settled before any data is read.
 
 Tensors go into files in the plan's order (layer by layer) until `shard_size` bytes are reached; one larger tensor gets
-a file of its own. Inside a file, wider dtypes come first, so that every tensor is aligned without padding, as the
-safetensors library writes them. Files are `<group>-00001-of-000NN.safetensors` with one index a group.
+a file of its own. Inside a file the plan's order is kept where it leaves every tensor aligned; otherwise wider dtypes
+come first, as the safetensors library writes them. Files are `<group>-00001-of-000NN.safetensors` with one index a group.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def _shards(specs: Mapping[str, Spec], shard_size: int) -> list[list[str]]:
 
 
 def _file(name: str, group: str, specs: Mapping[str, Spec]) -> OutFile:
-    ordered = sorted(specs, key=lambda n: -BITS[specs[n].dtype])
-    header, starts = safetensors_header({n: specs[n] for n in ordered})
+    header, starts = safetensors_header(specs)
+    if any(at % max(1, BITS[specs[n].dtype] // 8) for n, at in starts.items()):
+        ordered = sorted(specs, key=lambda n: -BITS[specs[n].dtype])
+        header, starts = safetensors_header({n: specs[n] for n in ordered})
     size = len(header) + sum(s.nbytes for s in specs.values())
     return OutFile(name, group, header, size, starts)
 

@@ -43,8 +43,10 @@ def load(source: Any, *, device: str | torch.device = "cpu", dtype: torch.dtype 
     model = empty_model(made, device, dtype)
     sink = MemorySink(_storage(made, model))
     with Meter("load", made.output_bytes, quiet=quiet) as meter:
-        kind = str(device).split(":")[0]
-        execute(streams(made, sink.place), made.source.files, sink, workers=workers or default_workers(), device=kind, tick=meter)
+        execute(
+            streams(made, sink.place), made.source.files, sink,
+            workers=workers or default_workers(), device=str(device), tick=meter,
+        )  # fmt: skip
     model.tie_weights()
     return model.eval()
 
@@ -59,7 +61,8 @@ def empty_model(made: Plan, device: str | torch.device, dtype: torch.dtype | str
     importlib.import_module("kconv.modeling")
     cls = getattr(importlib.import_module(module), name)
     config = cls.config_class(**{k: v for k, v in made.layouts.config.items() if k not in ("model_type", "architectures")})
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or getattr(torch, str(config.dtype or "bfloat16").split(".")[-1])
+    asked = dtype or config.dtype or "bfloat16"
+    wanted = asked if isinstance(asked, torch.dtype) else getattr(torch, asked.removeprefix("torch."))
     with torch.device("meta"):
         model = cls(config)
     return model.to(wanted).to_empty(device=device)
@@ -102,7 +105,7 @@ class MemorySink:
         if target is not None:
             dtype = torch_dtype(region.spec.dtype)
             start = region.offset // dtype.itemsize
-            target.reshape(-1)[start : start + tensor.numel()].copy_(tensor.reshape(-1))
+            target.reshape(-1)[start : start + tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
         return ""
 
     def put_zeros(self, region: Region) -> str | None:

@@ -27,6 +27,7 @@ from kconv.report import human
 from kconv.slabs import PART_BYTES
 
 SLACK = 1 << 20
+STAGED = 4
 SPARE_INODES = 64
 
 
@@ -133,7 +134,15 @@ def check_room(out: Path, files: Sequence[OutFile], partial: Path, expected_byte
 def needed_bytes(plan: Plan, files: Sequence[OutFile]) -> int:
     """Bytes that a conversion writes: tensors, headers, the index and manifest (about as much again), side files."""
     side = sum(plan.source.files.size(name) for name in plan.source.other_files())
-    return stored_bytes(plan) + 2 * sum(len(f.header) for f in files) + side
+    return stored_bytes(plan) + 2 * sum(len(f.header) for f in files) + side + staged_bytes(plan)
+
+
+def staged_bytes(plan: Plan) -> int:
+    """Bytes of downloaded shards that lie on disk at a time when the source is on the Hub."""
+    files = plan.source.files
+    if isinstance(files, LocalFiles):
+        return 0
+    return sum(sorted((files.size(s) for s in plan.source.shards), reverse=True)[:STAGED])
 
 
 def stored_bytes(plan: Plan) -> int:
@@ -165,6 +174,11 @@ def free_memory() -> int:
             found.append(max(0, most - now))
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     return min([*found, *([space] if space not in (resource.RLIM_INFINITY, -1) else [])])
+
+
+def total_memory() -> int:
+    """Bytes of memory of the machine."""
+    return _meminfo("MemTotal")
 
 
 def _meminfo(key: str) -> int:

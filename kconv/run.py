@@ -17,7 +17,7 @@ import numpy as np
 from kconv.errors import BadData, KconvError
 from kconv.files import Files
 from kconv.slabs import Part, Region, Slab
-from kconv.spec import BITS, torch_dtype
+from kconv.spec import torch_dtype
 from kconv.writer import slab_checksum
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class Arena:
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
 
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Fresh storage."""
+        return np.empty(nbytes, np.uint8)
+
     def cut(self, regions: list[Region]) -> list[np.ndarray]:
         """A 1-D uint8 array for each region."""
         starts, at = [], 0
@@ -65,7 +69,7 @@ class Arena:
             starts.append(at)
             at += -(-region.spec.nbytes // ALIGN) * ALIGN
         if self._buffer.size < at:
-            self._buffer = np.empty(at, np.uint8)
+            self._buffer = self.allocate(at)
         return [self._buffer[s : s + r.spec.nbytes] for s, r in zip(starts, regions, strict=True)]
 
 
@@ -126,6 +130,21 @@ def raw(tensor: Tensor | np.ndarray) -> np.ndarray:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
+def moved(part: Part) -> bool:
+    """Whether a part's outputs are its inputs' bytes."""
+    return part.iso.moves_bytes() and len(part.reads) == len(part.writes)
+
+
+def converted(part: Part, ins: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
+    """The part's outputs, each held against its predicted spec."""
+    torch_ready()
+    made = (part.iso.backward if part.backward else part.iso.forward)(ins, outs)
+    for region, tensor in zip(part.writes, made, strict=True):
+        if tensor.nbytes != region.spec.nbytes or tuple(tensor.shape) != region.spec.shape:
+            raise AssertionError(f"{part.iso} made {tensor.dtype} {list(tensor.shape)} for {region.name} {region.spec}")
+    return made
+
+
 class Worker:
     """Reads, converts and delivers parts; owns its buffers."""
 
@@ -137,11 +156,16 @@ class Worker:
     def slab(self, slab: Slab, progress: Progress) -> str:
         """Do one slab; returns its checksum."""
         digests: list[str] = []
+        advise = getattr(self.files, "advise", None)
+        if advise:
+            advise([(r.file, r.offset, r.spec.nbytes) for part in slab.parts for r in part.reads], needed=True)
         for part in slab.parts:
             digests += self.part(part)
             with progress.lock:
                 progress.bytes_read += sum(r.spec.nbytes for r in part.reads)
                 progress.bytes_out += sum(w.spec.nbytes for w in part.writes)
+        if advise:
+            advise([(r.file, r.offset, r.spec.nbytes) for part in slab.parts for r in part.reads], needed=False)
         self.sink.finished(slab)
         return slab_checksum(digests)
 
@@ -151,32 +175,33 @@ class Worker:
             zeros = [self.sink.put_zeros(w) for w in part.writes]
             if all(z is not None for z in zeros):
                 return zeros  # type: ignore[return-value]
-        data = self._in.cut(part.reads)
-        for region, buffer in zip(part.reads, data, strict=True):
-            self.files.read_into(region.file, region.offset, buffer.data)
         try:
-            converted = self._convert(part, data)
+            return self.deliver(part)
         except BadData as e:
             return self._refused(part, e)
-        put_tensor = getattr(self.sink, "put_tensor", None)
-        made = zip(part.writes, converted, strict=True)
-        if put_tensor is None:
-            return [self.sink.put(w, raw(t)) for w, t in made]
-        return [put_tensor(w, shaped(t, w) if isinstance(t, np.ndarray) else t) for w, t in made]
 
-    def _convert(self, part: Part, data: list[np.ndarray]) -> Sequence[Tensor | np.ndarray]:
-        if part.iso.moves_bytes() and len(part.reads) == len(part.writes):
-            return data
-        torch_ready()
-        ins = [shaped(d, r) for d, r in zip(data, part.reads, strict=True)]
-        outs = [shaped(d, w) for d, w in zip(self._out.cut(part.writes), part.writes, strict=True)]
-        if self.device != "cpu":
-            ins, outs = [t.to(self.device) for t in ins], None  # type: ignore[assignment]
-        made = (part.iso.backward if part.backward else part.iso.forward)(ins, outs)
-        for region, tensor in zip(part.writes, made, strict=True):
-            if tensor.nbytes != region.spec.nbytes or (region.spec.dtype in BITS and tuple(tensor.shape) != region.spec.shape):
-                raise AssertionError(f"{part.iso} made {tensor.dtype} {list(tensor.shape)} for {region.name} {region.spec}")
-        return made
+    def deliver(self, part: Part) -> list[str]:
+        """Read, convert and hand over one part."""
+        data = self.read(part, self._in)
+        put_tensor = getattr(self.sink, "put_tensor", None)
+        if moved(part):
+            made: Sequence[Tensor | np.ndarray] = data
+        else:
+            outs = [shaped(d, w) for d, w in zip(self._out.cut(part.writes), part.writes, strict=True)]
+            made = converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], outs)
+        if put_tensor is None:
+            return [self.sink.put(w, raw(t)) for w, t in zip(part.writes, made, strict=True)]
+        return [put_tensor(w, shaped(t, w) if isinstance(t, np.ndarray) else t) for w, t in zip(part.writes, made, strict=True)]
+
+    def read(self, part: Part, arena: Arena) -> list[np.ndarray]:
+        """The inputs' bytes, in the arena, or as views of mapped files."""
+        view = getattr(self.files, "view", None)
+        if view:
+            return [view(r.file, r.offset, r.spec.nbytes) for r in part.reads]
+        data = arena.cut(part.reads)
+        for region, buffer in zip(part.reads, data, strict=True):
+            self.files.read_into(region.file, region.offset, buffer.data)
+        return data
 
     def _refused(self, part: Part, error: BadData) -> list[str]:
         """Bad data ends a conversion; a comparison notes it and goes on."""
@@ -197,7 +222,8 @@ class Worker:
             data = self._in.cut(part.reads)
             for d in data:
                 d.fill(0)
-            self._zero_memo[key] = not any(raw(t).any() for t in self._convert(part, data))
+            made = data if moved(part) else converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], None)
+            self._zero_memo[key] = not any(raw(t).any() for t in made)
         return self._zero_memo[key]
 
 
@@ -208,6 +234,15 @@ def located(error: BadData, part: Part) -> str:
     if position:
         position[0] += region.first_row
     return f"{region.name} in {region.file}, position {position}: {error.message}"
+
+
+def worker_for(device: str) -> type[Worker]:
+    """The kind of worker that converts on `device`."""
+    if device == "cpu":
+        return Worker
+    from kconv.run_cuda import CudaWorker
+
+    return CudaWorker
 
 
 def execute(
@@ -227,8 +262,8 @@ def execute(
     finished = threading.Semaphore(0)
 
     def work() -> None:
-        worker = Worker(files, sink, device, zero_memo)
         try:
+            worker = worker_for(device)(files, sink, device, zero_memo)
             while not stop.is_set():
                 slab = feed.take()
                 if slab is None:

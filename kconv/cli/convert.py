@@ -20,6 +20,7 @@ from kconv.cli.options import GRADES, Share, Size, conversion_options
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where formats are decoded.")
 @click.option("--memory", type=Size(), default="1GB", show_default=True, help="What the workers' buffers may take together.")
 @click.option("--part", type=Share(), help="Do the I-th of N shares beside other processes; the last one finishes the folder.")
+@click.option("--mmap", is_flag=True, help="Read through memory maps; for local NVMe, slow on network disks.")
 @click.option("--resume", is_flag=True, help="Go on with what an interrupted run left.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder that kconv made.")
 @click.option("--require", type=click.Choice(GRADES), help="Refuse a plan of a worse grade.")

@@ -106,7 +106,8 @@ def test_another_run_does_not_resume_a_foreign_folder(source: Path, tmp_path: Pa
     out = tmp_path / "out"
     assert convert_in_child([str(source), str(out), *ARGUMENTS], die, 20, "before") == -signal.SIGKILL
     other = [a if a != "bf16" else "packed" for a in ARGUMENTS]
-    result = subprocess.run(command(source, out, "--resume")[:-1] + ["--resume", *other], capture_output=True, text=True, check=False)
+    arguments = [*command(source, out)[:-2], "--resume", *other]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "begun by another run" in result.stderr
     assert "--overwrite" in result.stderr
