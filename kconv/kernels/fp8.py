@@ -20,7 +20,7 @@ from torch import Tensor
 from kconv.errors import BadData, KconvError
 from kconv.kernels import e2m1, geometry, scaled
 from kconv.kernels.codes import CODES, Code
-from kconv.kernels.common import first, lend, refuse_not_finite
+from kconv.kernels.common import chunk_rows, first, lend, refuse_not_finite, unravel
 from kconv.kernels.scaled import Scales
 from kconv.spec import SAFETENSORS_NAMES, torch_dtype
 
@@ -77,23 +77,36 @@ def quantize(
     Otherwise the scale is max |value| / the code's largest, rounded to its dtype; an all-zero tile has scale 1. Raises
     `BadData` for NaN and infinity, and for a scale that its dtype cannot hold.
     """
-    form = CODES[code]
     shape = geometry.scale_shape(layout, tuple(values.shape), block)
     grid = geometry.grid(layout, tuple(values.shape), block)
     refuse_not_finite(values)
-    stacked = _stacked(values).float()
-    top = _tile_max(stacked, grid)
+    codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+    bands = []
+    height = grid.height * (chunk_rows(values.shape[-1] * grid.height, values.device) * 8)
+    for n, (matrix, target) in enumerate(zip(_stacked(values), _stacked(codes), strict=True)):
+        for i in range(0, matrix.shape[0], height):
+            factor, band = _quantize(matrix[i : i + height].float(), grid, CODES[code], scale_dtype)
+            if not bool((factor.isfinite() & (factor != 0)).all()):
+                tile = first(~factor.isfinite() | (factor == 0))
+                at = (*unravel(n, tuple(values.shape[:-2])), i + tile[0] * grid.height, tile[1] * grid.width)
+                raise BadData(f"the scale of a tile is beyond {scale_dtype}", operand=0, position=at, hint="choose F32 scales")
+            target[i : i + height].copy_(band)
+            bands.append(factor)
+    factors_ = torch.cat(bands) if bands else values.new_empty(0)
+    return codes.view(torch_dtype(code)), _stored(factors_, scale_dtype).view(shape)
+
+
+def _quantize(band: Tensor, grid: geometry.Grid, form: Code, scale_dtype: str) -> tuple[Tensor, Tensor]:
+    """Factors [rows, columns] and codes of whole tiles [R, I]."""
+    top = _tile_max(band, grid)
     power = torch.where(top > 0, torch.exp2(torch.frexp(top / form.largest).exponent.float()), 1.0)
     power = torch.where(top == power / 2 * form.largest, power / 2, power)
-    kept = _tile_max((_nearest(stacked, power, grid, form, decoded=True) != stacked).float(), grid) == 0
     factor = power
     if scale_dtype not in ("U8", "F8_E8M0"):
-        factor = torch.where(kept | (top == 0), power, top / form.largest)
-        factor = factor.to(torch_dtype(scale_dtype)).float()
-    if bool((~factor.isfinite() | (factor == 0)).any()):
-        raise BadData(f"a scale is beyond {scale_dtype}", operand=0, position=(0,) * values.dim(), hint="choose F32 scales")
-    codes = _nearest(stacked, factor, grid, form, decoded=False).view(values.shape)
-    return codes.view(torch_dtype(code)), _stored(factor, scale_dtype).view(shape)
+        lost = _nearest(band, power, grid, form).float() * _spread(power, band, grid) != band
+        kept = (_tile_max(lost.float(), grid) == 0) | (top == 0)
+        factor = torch.where(kept, power, top / form.largest).to(torch_dtype(scale_dtype)).float()
+    return factor, _nearest(band, factor, grid, form).view(torch.uint8)
 
 
 def code_of(codes: Tensor, name: str | None) -> Code:
@@ -143,17 +156,20 @@ def _stacked(tensor: Tensor) -> Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])  # a view wherever there can be one
 
 
-def _tile_max(stacked: Tensor, grid: geometry.Grid) -> Tensor:
-    """Largest magnitude of every tile, [N, rows, columns]."""
-    down, across = grid.rows * grid.height - stacked.shape[1], grid.columns * grid.width - stacked.shape[2]
-    padded = torch.nn.functional.pad(stacked.abs(), (0, across, 0, down))
-    return padded.view(-1, grid.rows, grid.height, grid.columns, grid.width).amax((2, 4))
+def _tile_max(band: Tensor, grid: geometry.Grid) -> Tensor:
+    """Largest magnitude of every tile of [R, I], [rows, columns]."""
+    down, across = -band.shape[0] % grid.height, grid.columns * grid.width - band.shape[1]
+    padded = torch.nn.functional.pad(band.abs(), (0, across, 0, down))
+    return padded.view(-1, grid.height, grid.columns, grid.width).amax((1, 3))
 
 
-def _nearest(stacked: Tensor, factor: Tensor, grid: geometry.Grid, code: Code, *, decoded: bool) -> Tensor:
-    """Codes nearest to value / factor, or the numbers they decode to."""
-    wide = factor.repeat_interleave(grid.height, 1)[:, : stacked.shape[1]]
-    wide = wide.repeat_interleave(grid.width, 2)[:, :, : stacked.shape[2]]
-    quotient = (stacked / wide).clamp(-code.largest, code.largest)
-    codes = quotient.to(torch_dtype(code.name))
-    return codes.float() * wide if decoded else codes.view(torch.uint8)
+def _spread(factor: Tensor, band: Tensor, grid: geometry.Grid) -> Tensor:
+    """Factors [rows, columns] repeated over their tiles, [R, I]."""
+    tall = factor.repeat_interleave(grid.height, 0)[: band.shape[0]]
+    return tall.repeat_interleave(grid.width, 1)[:, : band.shape[1]]
+
+
+def _nearest(band: Tensor, factor: Tensor, grid: geometry.Grid, code: Code) -> Tensor:
+    """Codes nearest to value / factor, saturating."""
+    quotient = (band / _spread(factor, band, grid)).clamp(-code.largest, code.largest)
+    return quotient.to(torch_dtype(code.name))

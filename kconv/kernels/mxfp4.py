@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kconv.errors import BadData, KconvError
 from kconv.kernels import backend, e2m1
-from kconv.kernels.common import CHUNK, bits, chunk_rows, first, lend, refuse_not_finite, same_bits, viewable
+from kconv.kernels.common import CHUNK, bits, chunk_rows, first, lend, refuse_not_finite, same_bits, unravel, viewable
 
 GROUP = 32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -65,15 +65,16 @@ def encode_with_scale(values: Tensor, scale: Tensor, out: Tensor | None = None) 
     group = group_of(packed, scale)
     if not values.numel():
         return packed
-    narrow, scales = _as_bf16(values, scale)
     target = packed if packed.is_contiguous() else torch.empty_like(packed, memory_format=_DENSE)
-    flat, narrow, scales = target.view(-1, group // 2), narrow.reshape(-1, group), scales.reshape(-1)
-    if not viewable(narrow, 4):
-        narrow = narrow.clone()
+    groups, flat, scales = values.reshape(-1, group), target.view(-1, group // 2), scale.reshape(-1)
     compiled = backend.compiled("mxfp4", values.device.type)
     run = _encode if compiled is None else compiled.encode
-    if not run(narrow, scales, flat):
-        _raise_no_code(values, scale, group)
+    # What is not bf16 passes through it, in pieces that stay in the cache.
+    step = groups.shape[0] if groups.dtype == torch.bfloat16 else 4 * chunk_rows(group, groups.device)
+    for i in range(0, groups.shape[0], step):
+        narrow, exponents = _as_bf16(groups[i : i + step], scales[i : i + step])
+        if narrow is None or not run(narrow, exponents, flat[i : i + step]):
+            _raise_no_code(groups, scales, values.shape, i)
     return packed if target is packed else packed.copy_(target)
 
 
@@ -227,29 +228,32 @@ def _encode(values: Tensor, scale: Tensor, out: Tensor) -> bool:
     return True
 
 
-def _as_bf16(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The values in bf16, which holds every product; fp64 at the two top scales is brought into its range first."""
+def _as_bf16(values: Tensor, scale: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Values [G, g] in bf16, which holds every product (None if it does not hold one), and the scales that go with them.
+
+    fp64 at the two top scales is brought into the range of bf16 first.
+    """
     if values.dtype == torch.bfloat16:
-        return values, scale
+        return values if viewable(values, 4) else values.clone(), scale
     if values.dtype == torch.float64 and bool((scale > 252).any()):
         high = scale > 252
-        grouped = values.reshape(*scale.shape, -1)
-        values = torch.where(high.unsqueeze(-1), grouped * 2.0**-8, grouped).reshape(values.shape)
+        values = torch.where(high.unsqueeze(-1), values * 2.0**-8, values)
         scale = torch.where(high, scale - 8, scale)
     narrow = values.to(torch.bfloat16)
-    again = narrow.to(values.dtype)
-    if not same_bits(again, values.contiguous()):
-        at = first(bits(again) != bits(values.contiguous()))
-        raise _no_code(float(values[at]), int(scale[(*at[:-1], at[-1] // (values.shape[-1] // scale.shape[-1]))]), at)
-    return narrow, scale
+    return narrow if same_bits(narrow.to(values.dtype), values.contiguous()) else None, scale
 
 
-def _raise_no_code(values: Tensor, scale: Tensor, group: int) -> None:
-    wide = values.to(torch.float64).reshape(*scale.shape, group)
-    known = e2m1.products().to(scale.device)[scale.long()].unsqueeze(-2)
-    bad = ~(wide.unsqueeze(-1) == known).any(-1)
-    at = first(bad.view(values.shape))
-    raise _no_code(float(values[at]), int(scale[(*at[:-1], at[-1] // group)]), at)
+def _raise_no_code(groups: Tensor, scales: Tensor, shape: torch.Size, start: int) -> None:
+    """Finds the first value without a code, by definition, from group `start` on."""
+    step = chunk_rows(16 * groups.shape[1], groups.device)
+    for i in range(start, groups.shape[0], step):
+        byte = scales[i : i + step].long()
+        known = e2m1.products().to(scales.device)[byte].unsqueeze(1)
+        wrong = ~(groups[i : i + step].double().unsqueeze(-1) == known).any(-1)
+        if bool(wrong.any()):
+            row, column = first(wrong)
+            at = unravel((i + row) * groups.shape[1] + column, tuple(shape))
+            raise _no_code(float(groups[i + row, column]), int(byte[row]), at)
 
 
 def _no_code(value: float, byte: int, at: tuple[int, ...]) -> BadData:

@@ -19,8 +19,9 @@ from torch import Tensor
 from kconv.errors import BadData, KconvError
 from kconv.kernels import scaled
 from kconv.kernels.codes import CODES, Code, values
-from kconv.kernels.common import all_finite, first, lend, refuse_not_finite
+from kconv.kernels.common import all_finite, chunk_rows, first, lend, refuse_not_finite
 from kconv.kernels.geometry import Grid
+from kconv.kernels.mxfp4 import nearest_code
 from kconv.kernels.scaled import Scales
 
 GROUP = 16
@@ -62,18 +63,29 @@ def quantize(tensor: Tensor, *, divides: bool) -> tuple[Tensor, Tensor, Tensor]:
     Otherwise: global scale from max |value| / (6 * 448), group scales from max |value| / 6 in F8_E4M3, codes to nearest.
     """
     refuse_not_finite(tensor)
-    grouped = tensor.float().reshape(*tensor.shape[:-1], -1, GROUP)
-    top = grouped.abs().amax(-1)
+    grouped = tensor.reshape(math.prod(tensor.shape[:-1]) * (tensor.shape[-1] // GROUP), GROUP)
+    top = grouped.abs().amax(-1).float()
+    packed = torch.empty((*tensor.shape[:-1], tensor.shape[-1] // 2), dtype=torch.uint8, device=tensor.device)
     for make in (_powers_of_two, _by_maximum):
         scale, unit = make(top)
         whole = 1 / unit if divides else unit
-        factor = _numbers(scale)
-        factor = factor / whole if divides else factor * whole
-        codes = _nearest(grouped, factor)
-        if torch.equal(values(E2M1, tensor.device)[codes.long()] * factor.unsqueeze(-1), grouped):
+        factor = _numbers(scale) / whole if divides else _numbers(scale) * whole
+        if _quantize(grouped, factor, packed.view(-1, GROUP // 2)):
             break
-    packed = scaled.pack(codes.reshape(*tensor.shape), E2M1, tensor.shape[-1] // 2)
-    return packed, scale, whole
+    return packed, scale.view(*tensor.shape[:-1], -1), whole
+
+
+def _quantize(grouped: Tensor, factor: Tensor, packed: Tensor) -> bool:
+    """Nearest codes of [G, 16]; whether they lose nothing."""
+    lossless, table = True, values(E2M1, grouped.device)
+    step = 4 * chunk_rows(GROUP, grouped.device)
+    for i in range(0, grouped.shape[0], step):
+        chunk, scale = grouped[i : i + step].float(), factor[i : i + step, None]
+        quotient = chunk / scale
+        code = nearest_code(quotient.abs()) | torch.signbit(quotient).to(torch.uint8) << 3
+        packed[i : i + step] = scaled.pack(code, E2M1, GROUP // 2)
+        lossless = lossless and torch.equal(table[code.long()] * scale, chunk)
+    return lossless
 
 
 def scales_of(weight: tuple[int, ...], scale: Tensor, whole: Tensor, divides: bool) -> Scales:
@@ -125,10 +137,3 @@ def _by_maximum(top: Tensor) -> tuple[Tensor, Tensor]:
     largest = top.max() if top.numel() else top.new_tensor(0.0)
     unit = torch.where(largest > 0, largest / (6.0 * 448.0), 1.0)
     return (top / 6.0 / unit).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn), unit
-
-
-def _nearest(grouped: Tensor, factor: Tensor) -> Tensor:
-    from kconv.kernels.mxfp4 import nearest_code
-
-    quotient = grouped / factor.unsqueeze(-1)
-    return nearest_code(quotient.abs()) | torch.signbit(quotient).to(torch.uint8) << 3

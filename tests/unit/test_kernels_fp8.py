@@ -266,6 +266,16 @@ def test_quantize_of_zeros_and_of_nan():
         fp8.quantize(torch.full((2, 2), float("nan")), layout="tensor")
 
 
+def test_quantize_refuses_a_scale_that_its_dtype_cannot_hold():
+    values = torch.ones(2, 32, 32)
+    values[1, 20, 17] = 1.1e9
+    with pytest.raises(BadData, match="the scale of a tile is beyond F16") as error:
+        fp8.quantize(values, layout="block", block=(16, 16), scale_dtype="F16")
+    assert error.value.position == (1, 16, 16)
+    codes, scale = fp8.quantize(values, layout="block", block=(16, 16))
+    assert torch.equal(fp8.decode(codes, scale, block=(16, 16))[0], values[0].bfloat16())
+
+
 def test_unknown_formats_are_named():
     with pytest.raises(KconvError, match="no FP8 format is called F32"):
         fp8.decode(torch.zeros(2, 2), torch.tensor(1.0))
