@@ -1,0 +1,35 @@
+"""How long planning Kimi K3 at its full size takes, and in how much memory: 497,220 tensors, headers only.
+
+    python tests/bench/planning.py [FOLDER]
+
+FOLDER is a checkpoint in the published layout; without it the full-size one is laid out first, without its data.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from kconv.report import human
+from tests.bench.probe import Taken, run_kconv
+
+
+def line(what: str, taken: Taken) -> None:
+    print(f"{what:<42} {taken.seconds:6.1f} s  peak RSS {human(taken.peak):>10}", flush=True)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = sys.argv[1] if len(sys.argv) > 1 else str(Path(scratch) / "Kimi-K3")
+        if len(sys.argv) < 2:
+            line("tiny k3 --full-size", run_kconv("tiny", "k3", "--full-size", folder))
+        for options in ((), ("--experts", "bf16"), ("--vision", "keep"), ("--to", "hf-text")):
+            taken = run_kconv("plan", folder, *options)
+            line(" ".join(("plan", *options)), taken)
+            keys = ("source_tensors", "claimed", "dropped", "target_tensors", "output_bytes", "grade")
+            print("    " + ", ".join(f"{k} {taken.data[k]:,}" if isinstance(taken.data[k], int) else taken.data[k] for k in keys))
+
+
+if __name__ == "__main__":
+    main()
