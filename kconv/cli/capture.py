@@ -8,8 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kconv.cli.common import Outcome
-from kconv.cli.common import outcome_command
+from kconv.cli.common import Outcome, outcome_command
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EXAMPLE = """Example:

@@ -8,8 +8,7 @@ import click
 from rich.console import Console
 
 from kconv.cli.capture import DTYPES, reference_options
-from kconv.cli.common import Outcome
-from kconv.cli.common import outcome_command
+from kconv.cli.common import Outcome, outcome_command
 
 EXAMPLE = """Example:
   kconv verify-parity out/ --reference golden.safetensors --dtype float64"""

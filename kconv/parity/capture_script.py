@@ -605,6 +605,9 @@ def capture(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = args.out.with_name(args.out.name + ".partial")
     save_file(kept, temporary, metadata={"kconv_golden": json.dumps(meta)})
+    umask = os.umask(0)
+    os.umask(umask)
+    temporary.chmod(0o666 & ~umask)
     os.replace(temporary, args.out)
     return {"golden": str(args.out), "tokens": int(mask.sum()), "entries": len(kept), "points": len(order)} | {
         k: meta[k] for k in ("reference", "dtype", "device", "operators", "transformers", "torch")

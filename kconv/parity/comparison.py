@@ -7,6 +7,7 @@
 | `padded`, `rowN` | with the mask, where it is 1; a row alone, without its padding | as `logits` |
 | `cached` | the last tokens, decoded from a cache; on request | as `logits` |
 | layer by layer | every module, each layer on the reference's inputs | any place is beyond its limits |
+| unseen | tensors that no token touched, with those of the source | their bits differ |
 
 A value that is not finite fails, on either side; so does a comparison of nothing.
 """
@@ -30,6 +31,7 @@ from kconv.parity.limits import FACTOR
 from kconv.parity.measures import compare_logits
 from kconv.parity.report import MAIN, Report
 from kconv.parity.trace import ByLayer, Trace, decoder_of, device_of, trace
+from kconv.parity.unseen import different, same_form, unseen
 from kconv.parity.verdict import DERIVED, Verdict, open_report
 from kconv.parity.witness import testify
 
@@ -73,14 +75,21 @@ def check(
                       noise=noise, **live) as (golden, its_noise):  # fmt: skip
         model = load(converted, device=device, dtype=getattr(torch, dtype))
         model.set_attn_implementation(attention)
-        return compare(model, golden, source=source or _beside(golden, converted), noise=its_noise, factor=factor, cached=cached)
+        return compare(model, golden, source=source or beside(golden, converted), noise=its_noise, factor=factor, cached=cached)
 
 
-def _beside(golden: Golden, converted: str | Path) -> Path | None:
-    """The checkpoint that a golden file lies in, unless it is the one in question."""
+def beside(golden: Golden, converted: str | Path) -> Path | None:
+    """The checkpoint that a golden file lies in, if there is one that kconv reads and it is not the one in question."""
+    from kconv.conversion import plan
+
     folder = golden.path.resolve().parent
-    holds = (folder / "config.json").exists() and len(list(folder.glob("*.safetensors"))) > 1
-    return folder if holds and folder != Path(str(converted)).resolve() else None
+    if not (folder / "config.json").exists() or folder == Path(str(converted)).resolve():
+        return None
+    try:
+        plan(str(folder), "native").check()
+    except KconvError:
+        return None
+    return folder
 
 
 @contextmanager
@@ -129,6 +138,7 @@ def compare(
     run.masked()
     if cached:
         run.decoded()
+    run.unseen(source)
     return verdict.close()
 
 
@@ -145,8 +155,7 @@ def like(source: Any, model: Any) -> Any:
     """`source` loaded as `model` was: same device, dtype, form of experts and attention."""
     from kconv.loading import load
 
-    experts = "packed" if getattr(model.config, "experts_format", None) == "packed" else None
-    other = load(source, device=device_of(model), dtype=model.dtype, experts=experts)
+    other = load(source, device=device_of(model), dtype=model.dtype, **same_form(source, model))
     other.set_attn_implementation(model.config._attn_implementation)
     return other
 
@@ -203,6 +212,12 @@ class _Comparison:
             if alone is not None:
                 run = trace(self.model, golden.ids[row : row + 1, : alone.shape[1]])
                 self.verdict.judge_free(f"row{row}", compare_logits(run.logits, alone))
+
+    def unseen(self, source: Any) -> None:
+        """What took no part in the runs: compared with the source's bits, or said to be unjudged."""
+        names = unseen(self.model, {i: ids for i, (ids, _) in self.first.routing.items()})
+        if names:
+            self.verdict.unseen(names, None if source is None else different(self.model, source, names))
 
     def decoded(self) -> None:
         """The last tokens one by one from a cache that the ones before filled: the cache path."""

@@ -39,6 +39,7 @@ class Report:
     layers: list[dict[str, Any]] = field(default_factory=list)
     noise: dict[str, float] | None = None
     not_finite: bool = False
+    unseen: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -73,6 +74,7 @@ class Report:
             "flips_by_layer": {str(k): v for k, v in self.flips_by_layer.items()},
             "routing": self.routing,
             "layers": self.layers,
+            "unseen": self.unseen,
             "notes": self.notes,
         }  # fmt: skip
 
@@ -122,6 +124,6 @@ def _e(value: float | None) -> str:
 
 
 def _where(d: dict[str, Any]) -> str:
-    parts = [f"error {_e(d.get('error'))}", f"from position {d.get('first_position')}"]
+    parts = [f"error {_e(d['error'])}", f"from position {d['first_position']}"] if "first_position" in d else []
     parts += [f"{k}: {', '.join(map(str, d[k]))}" for k in ("parameters", "experts", "tensors") if d.get(k)]
     return f"({'; '.join(parts)})"

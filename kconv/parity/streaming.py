@@ -27,11 +27,12 @@ from kconv.conversion import default_workers, plan
 from kconv.errors import KconvError
 from kconv.loading import MemorySink, _storage, empty_model
 from kconv.parity.capture_script import FORMAT, Refused, entries_of, inputs_of
-from kconv.parity.comparison import compare
+from kconv.parity.comparison import beside, compare
 from kconv.parity.golden import Golden
 from kconv.parity.limits import FACTOR
 from kconv.parity.report import Report
 from kconv.parity.trace import DEVICE, PARTS, decoder_of
+from kconv.parity.unseen import same_form
 from kconv.run import execute
 from kconv.slabs import streams
 
@@ -108,10 +109,14 @@ def streamed(
         model.set_attn_implementation(attention)
         return model
 
+    def alike(path: Any, model: Any) -> Any:
+        return load(path, **same_form(path, model))
+
     with _golden(reference, load, dtype, device, how) as (golden, equal):
         model = load(converted)
         calibration = equal if noise is None else noise
-        return compare(model, golden, source=source, noise=calibration, factor=factor, cached=cached, load=lambda p, m: load(p))
+        source = source or beside(golden, converted)
+        return compare(model, golden, source=source, noise=calibration, factor=factor, cached=cached, load=alike)
 
 
 @contextmanager

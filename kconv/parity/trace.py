@@ -102,6 +102,19 @@ def decoder_of(model: nn.Module) -> Any:
         raise KconvError(str(e)) from e
 
 
+@contextmanager
+def held(model: nn.Module, scope: Prefixes) -> Iterator[None]:
+    """Inside, the parts of a streamed model that lie within `scope` are in memory."""
+    parts = [p for n, p in getattr(model, PARTS, {}).items() if f"{n.removeprefix('model.')}.".startswith(scope)]
+    for part in parts:
+        part.fill()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.drop()
+
+
 def routers(model: nn.Module) -> dict[int, Any]:
     """Layer -> its router."""
     layers = enumerate(decoder(model)[1].layers)

@@ -8,8 +8,6 @@ them either and no tensor differs, the conversion is not at fault, and that is s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import nn
 from kconv.parity.golden import Golden
 from kconv.parity.layerwise import Expected, Point, compare_layers
 from kconv.parity.limits import Limits
-from kconv.parity.trace import PARTS, Prefixes, trace
+from kconv.parity.trace import Prefixes, held, trace
 
 
 def testify(model: Any, golden: Golden, first: Point, right: Any, limits: Limits) -> dict[str, Any]:
@@ -59,21 +57,8 @@ def scope_of(name: str, golden: Golden) -> Prefixes:
 
 def differing(ours: nn.Module, theirs: nn.Module, scope: Prefixes) -> list[str]:
     """Names (without `model.`) of the tensors within `scope` that are not equal, bit for bit."""
-    with _held(ours, scope), _held(theirs, scope):
+    with held(ours, scope), held(theirs, scope):
         return _differing(ours, theirs, scope)
-
-
-@contextmanager
-def _held(model: nn.Module, scope: Prefixes) -> Iterator[None]:
-    """Inside, the parts of a streamed model that lie within `scope` are in memory."""
-    parts = [p for n, p in getattr(model, PARTS, {}).items() if f"{n.removeprefix('model.')}.".startswith(scope)]
-    for part in parts:
-        part.fill()
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.drop()
 
 
 def _differing(ours: nn.Module, theirs: nn.Module, scope: Prefixes) -> list[str]:
