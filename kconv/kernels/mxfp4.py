@@ -59,7 +59,7 @@ def encode_with_scale(values: Tensor, scale: Tensor, out: Tensor | None = None) 
 
     Raises `BadData` for a NaN scale (operand 1) and at the first value that has no code at its scale (operand 0).
     """
-    scale = scale.view(torch.uint8)
+    values, scale = values.detach(), scale.view(torch.uint8)
     _refuse_nan(scale, 1)
     packed = lend(out, (*values.shape[:-1], values.shape[-1] // 2), torch.uint8, values.device)
     group = group_of(packed, scale)

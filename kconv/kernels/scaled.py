@@ -88,7 +88,7 @@ def encode(tensor: Tensor, scales: Scales, code: Code, out: Tensor) -> None:
     if not tensor.numel():
         return
     _scale_range(scales)
-    dense = tensor.contiguous()
+    dense = tensor.detach().contiguous()
     _run_encode(dense, scales, code, out)
     back = torch.empty_like(dense)
     special = _run_decode(out, scales, code, back)

@@ -276,6 +276,12 @@ def test_quantize_refuses_a_scale_that_its_dtype_cannot_hold():
     assert torch.equal(fp8.decode(codes, scale, block=(16, 16))[0], values[0].bfloat16())
 
 
+def test_parameters_are_encoded_like_tensors(implementation):
+    codes, scale = finite_codes((4, 8)), torch.tensor(0.1)
+    parameter = torch.nn.Parameter(fp8.decode(codes, scale))
+    assert same_bits(fp8.encode_with_scale(parameter, scale), codes)
+
+
 def test_unknown_formats_are_named():
     with pytest.raises(KconvError, match="no FP8 format is called F32"):
         fp8.decode(torch.zeros(2, 2), torch.tensor(1.0))

@@ -255,6 +255,12 @@ def test_shapes_that_do_not_belong_together(packed, scale):
         mxfp4.decode(torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8), torch.int32)
 
 
+def test_parameters_are_encoded_like_tensors(implementation):
+    packed, scale = codes(4, 64, 100, 130)
+    parameter = torch.nn.Parameter(mxfp4.decode(packed, scale))
+    assert torch.equal(mxfp4.encode_with_scale(parameter, scale), packed)
+
+
 def test_threads_share_the_kernels(implementation):
     packed, scale = codes(200, 512, 0, 252)
     expected = mxfp4.decode(packed, scale)
