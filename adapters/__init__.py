@@ -43,6 +43,7 @@ class Options:
 
 def adapter_for(checkpoint: Checkpoint) -> ModuleType:
     """The adapter of a checkpoint, by its config's `model_type`; raises KconvError naming the type when none fits."""
+    _check_kinds(checkpoint)
     model_type = checkpoint.config.get("model_type")
     drafts = importlib.import_module("kconv.adapters.drafts.adapter")
     if drafts.is_draft(checkpoint.config):  # before the table: a draft may carry its target's model_type
@@ -52,10 +53,20 @@ def adapter_for(checkpoint: Checkpoint) -> ModuleType:
     if not checkpoint.config:
         raise KconvError(f"{checkpoint.where} has no config.json", hint="put the checkpoint's config.json beside the weights")
     nested = (checkpoint.config.get("text_config") or {}).get("model_type")
+    inner = f", text_config.model_type {nested!r}" if nested else ""
     raise KconvError(
-        f"{checkpoint.where}/config.json: model_type is {model_type!r}" + (f", text_config.model_type {nested!r}" if nested else ""),
+        f"{checkpoint.where}/config.json: model_type is {model_type!r}{inner}",
         hint=f"kconv knows {', '.join(ADAPTERS)}",
     )
+
+
+def _check_kinds(checkpoint: Checkpoint) -> None:
+    """What decides the family has the form that a config gives it."""
+    for key, kind in {"model_type": str, "architectures": list, "text_config": dict, "dflash_config": dict}.items():
+        value = checkpoint.config.get(key)
+        strange = value is not None and not isinstance(value, kind)
+        if strange or (key == "architectures" and not all(isinstance(name, str) for name in value or ())):
+            raise KconvError(f"{checkpoint.where}/config.json: {key} is {value!r}", hint="give the checkpoint's own config.json")
 
 
 def layouts_for(checkpoint: Checkpoint, options: Options) -> Layouts:

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kconv.errors import KconvError
 from kconv.names import folded
 from kconv.side_files import absent_modules
 from kconv.source import Checkpoint
 
 Config = dict[str, Any]
 HEAD = "lm_head.weight"
+MOST_PADDED = 1 << 20
 
 
 def example(checkpoint: Checkpoint, names: Sequence[str]) -> str:
@@ -41,6 +43,26 @@ def two_spellings(checkpoint: Checkpoint, plain: Sequence[str], dotted: Sequence
         f"attention-residual tensors in two spellings: {example(checkpoint, plain)}; and {example(checkpoint, dotted)}; "
         "which of them count cannot be known: remove one set"
     )
+
+
+def manifest_facts(facts: Config, heads: int, where: str) -> Config:
+    """What the manifest of a native checkpoint says of its published form; raises KconvError where it cannot be."""
+    kinds = {"root": str, "head": str, "dotted_res": bool, "a_log_shape": list, "experts": list}
+    wrong = next((key for key, kind in kinds.items() if key in facts and not isinstance(facts[key], kind)), None)
+    shape = facts.get("a_log_shape", [heads])
+    if wrong is None and not (all(type(n) is int for n in shape) and a_log_form(tuple(shape), heads)):
+        wrong = "a_log_shape"
+    if wrong:
+        raise KconvError(
+            f"{where}/kconv.json: facts.{wrong} is {facts[wrong]!r}, which no published checkpoint of this config has",
+            hint="copy kconv.json again from the conversion it came from",
+        )
+    return dict(facts)
+
+
+def a_log_form(shape: tuple[int, ...], heads: int) -> bool:
+    """Whether a shape is one of A_log's: [H], H padded to a multiple of 8, or [1, 1, H, 1]."""
+    return shape in ((heads,), (1, 1, heads, 1)) or (len(shape) == 1 and heads < shape[0] < MOST_PADDED and shape[0] % 8 == 0)
 
 
 def tied_head(checkpoint: Checkpoint, head: str, *, config_ties: bool, asked: bool, problems: list[str]) -> bool:

@@ -67,8 +67,8 @@ def text_config(config: Config) -> Config:
 
 def quantization(config: Config, notes: list[str]) -> Config | None:
     """The quantisation block that counts: top level before `text_config`; a stale nested one is reported."""
-    top = config.get("quantization_config")
-    nested = (config.get("text_config") or {}).get("quantization_config")
+    top, text = config.get("quantization_config"), config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
     for block in (top, nested):
         if block is not None and not isinstance(block, dict):
             raise KconvError("config.json: quantization_config is no object", hint=HINT)

@@ -129,7 +129,7 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     original = manifest.get("source", {}).get("config") or checkpoint.config
     block = quantization(original, notes)
     side = Side("native", "model.", "") if native else _published(checkpoint, problems)
-    facts = dict(manifest.get("facts") or {}) if native else {}
+    facts = checks.manifest_facts(manifest.get("facts") or {}, layout.sizes["H"], checkpoint.where)
     a_log = tuple(facts.get("a_log_shape") or _a_log_shape(checkpoint, layout, side))
     if not native:
         facts = {"root": side.root, "head": side.head, "dotted_res": side.dotted_res, "a_log_shape": list(a_log)}
@@ -170,13 +170,8 @@ def _a_log_shape(checkpoint: Checkpoint, layout: K3Layout, side: Side) -> tuple[
     if side.name == "native":
         return (-(-heads // 128) * 128,)
     entries = [checkpoint.entries.get(f"{side.root}layers.{i}.self_attn.A_log") for i in layout.kinds["kda"]]
-    shapes = Counter(e.spec.shape for e in entries if e and a_log_form(e.spec.shape, heads))
+    shapes = Counter(e.spec.shape for e in entries if e and checks.a_log_form(e.spec.shape, heads))
     return shapes.most_common(1)[0][0] if shapes else (heads,)
-
-
-def a_log_form(shape: tuple[int, ...], heads: int) -> bool:
-    """Whether a shape is one of A_log's: [H], H padded to a multiple of 8, or [1, 1, H, 1]."""
-    return shape in ((heads,), (1, 1, heads, 1)) or (len(shape) == 1 and shape[0] > heads and shape[0] % 8 == 0)
 
 
 def _scan(source: K3Source) -> None:
@@ -218,13 +213,13 @@ def _count(source: K3Source, layer: int, seen: Collection[int], formats: set[str
     """Expert count and format of a layer; the router's rows decide, and disagreements are problems."""
     router = f"{source.side.root}layers.{layer}.{source.side.moe}gate.weight"
     entry = source.checkpoint.entries.get(router)
-    rows = entry.spec.shape[0] if entry and entry.spec.shape else len(seen)
+    rows = entry.spec.shape[0] if entry and entry.spec.shape else len(seen) or source.layout.sizes["E"]
     said = _disagreement(seen, rows) if entry and seen else ""
     if said and entry:
         source.problems.append(f"layer {layer}: the router {router} in {entry.file} has {rows} rows, but {said}")
     if len(formats) > 1:
         source.problems.append(f"layer {layer} holds experts both quantised and plain; one form is expected in a layer")
-    return min(rows, MOST_EXPERTS), "packed" if "packed" in formats or not formats else "plain"
+    return max(1, min(rows, MOST_EXPERTS)), "packed" if "packed" in formats or not formats else "plain"
 
 
 def _disagreement(seen: Collection[int], rows: int) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from kconv import headers
 from kconv.errors import KconvError, Problems
 from kconv.files import Files, open_files
+from kconv.manifest_check import checked
 from kconv.names import folded
 from kconv.spec import Spec
 
@@ -79,8 +80,8 @@ class Checkpoint:
     def other_files(self) -> list[str]:
         """Names of the files that go along: neither weights, index, config, manifest nor pickles."""
         skip = {*self.shards, "config.json", MANIFEST, *(index_name(g) for g in GROUPS)}
-        weights = (".safetensors", ".safetensors.index.json")
-        return [n for n in self.files.names() if n not in skip and not n.startswith(OURS) and not n.endswith((*weights, *PICKLES))]
+        never = (".safetensors", ".safetensors.index.json", *PICKLES)
+        return [n for n in self.files.names() if n not in skip and not n.startswith(OURS) and not n.endswith(never)]
 
 
 class Faults:
@@ -147,7 +148,7 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     faults.raise_any()
     if not entries:
         raise KconvError(f"{files.where} holds no tensors: the headers are empty", hint="fetch the checkpoint again")
-    manifest = read_json(files, MANIFEST) if MANIFEST in names else None
+    manifest = checked(read_json(files, MANIFEST), f"{files.where}/{MANIFEST}") if MANIFEST in names else None
     return Checkpoint(files, config, entries, shards, metadata, manifest, notes)
 
 

@@ -120,6 +120,19 @@ def small_k3(*, vision: bool = False) -> Draft:
     return Draft(keep, config)
 
 
+def smallest_k3() -> Draft:
+    """The first two layers of the small K3 with one expert: for tests that plan thousands of times."""
+    draft = small_k3()
+    for name in [n for n in draft.tensors if _layer(n) > 1 or (".experts." in n and ".experts.0." not in n)]:
+        draft.pop(name)
+    for name in ("weight", "e_score_correction_bias"):
+        gate = f"{ROOT}layers.1.block_sparse_moe.gate.{name}"
+        draft.tensors[gate] = draft.tensors[gate][:1].clone()
+    cut(draft.text, 2)
+    draft.text["num_experts"] = 1
+    return draft
+
+
 def cut(text: dict[str, Any], depth: int) -> None:
     """Make a text config one of `depth` layers."""
     text["num_hidden_layers"] = depth

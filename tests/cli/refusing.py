@@ -70,7 +70,7 @@ def refused(source: str | Path, out: Path, *args: str, code: int = 2, around: Pa
 
 def snapshot(folder: Path) -> dict[str, str]:
     """Every file, folder and link below a folder, with what it holds."""
-    found = {}
+    found: dict[str, str] = {}
     for base, folders, files in os.walk(folder):
         found |= {str(Path(base, f)): "folder" for f in folders}
         for path in (Path(base, f) for f in files):

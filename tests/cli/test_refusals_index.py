@@ -184,5 +184,6 @@ def test_follow_index_does_not_hide_tensors_that_the_index_lacks(src: Path, tmp_
 def test_verify_and_inspect_refuse_alike(src: Path, tmp_path: Path) -> None:
     done("convert", src, tmp_path / "out")
     edit(src, lambda files: files.__setitem__(HEAD, "../x.safetensors"))
-    for argv in (["inspect", src], ["plan", src], ["verify", tmp_path / "out", "--source", src]):
+    commands: list[list[str | Path]] = [["inspect", src], ["plan", src], ["verify", tmp_path / "out", "--source", src]]
+    for argv in commands:
         assert "only plain names inside the folder" in error_of(run(*argv, "--json"), 2)
