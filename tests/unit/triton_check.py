@@ -46,7 +46,7 @@ def refused(function, *tensors, **options):
 def check_mxfp4() -> None:
     held = {torch.bfloat16: 253, torch.float16: 141, torch.float32: 253, torch.float64: 255}
     for dtype, top in held.items():
-        for group, columns in ((32, 96), (48, 96), (32, 3584)):
+        for group, columns in ((32, 96), (48, 96), (6, 96), (32, 3584)):
             if columns > 96 and DEVICE.type == "cpu":
                 continue
             packed = torch.randint(0, 256, (ROWS, columns // 2), dtype=torch.uint8)
