@@ -55,7 +55,7 @@ def layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
         family="Kimi K3" if source.layout.config.get("attn_res_block_size") else "Kimi-Linear",
         source_layout=source.side.name,
         target_layout=options.to,
-        rules=sorted(rules, key=_position),
+        rules=rules,
         backward=backward,
         drops=_drops(source, options),
         config=_config(source, options, experts_format),
@@ -81,11 +81,6 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "notes": source.notes,
         "problems": source.problems,
     }
-
-
-def _position(row: Rule) -> int:
-    """Sorting key: embedding first, layers, then norm and head, as the table lists them."""
-    return {"layer": 1}.get(next(iter(row.over), ""), 0 if "embed_tokens" in row.right[0] else 2)
 
 
 def _rows(source: K3Source, left: Side, right: Side, options: Options) -> Iterator[Rule]:

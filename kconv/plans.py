@@ -194,13 +194,10 @@ class Plan:
         }
 
     def _expand(self) -> None:
-        order: list[tuple[tuple[float, int], Rule, Binding]] = []
-        for position, rule in enumerate(self.layouts.rules):
-            first_layered = next((i for i, r in enumerate(self.layouts.rules) if "layer" in r.over), 0)
-            edge_of_model = float("-inf") if position < first_layered else float("inf")
-            for binding in rule.bindings():
-                order.append(((binding.get("layer", edge_of_model), position), rule, binding))
-        for _, rule, binding in sorted(order, key=lambda item: item[0]):
+        # What belongs to no layer comes first and together: published checkpoints keep it in one shard.
+        order = [(binding.get("layer", -1), i, binding) for i, r in enumerate(self.layouts.rules) for binding in r.bindings()]
+        for _, position, binding in sorted(order, key=lambda item: item[:2]):
+            rule = self.layouts.rules[position]
             (self._expand_backward if self.backward else self._expand_forward)(rule, binding)
         dropped = set(self.dropped)
         self.findings.twice += [n for n in self.dropped if n in self._claimed]
