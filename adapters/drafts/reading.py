@@ -157,11 +157,12 @@ def _attention(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> No
     nope = keys.get("mla_use_nope")
     out["mla_use_nope"] = dialect.fixed.get("mla_use_nope", bool(nope) and dialect.family != "dflash2")
     if nope is not None and nope != out["mla_use_nope"]:
-        if dialect.name != "eagle3-mla":
+        if dialect.name == "eagle3-mla":
+            reading.notes.append("mla_use_nope is true, yet the trainer and every runtime of this head rotate: RoPE is kept")
+        else:
             keys.problems.append(
                 f"mla_use_nope is {nope}; every trainer and runtime of {dialect.name} has it {out['mla_use_nope']}"
             )
-        reading.notes.append("mla_use_nope is true, yet the trainer and every runtime of this head rotate: RoPE is kept")
     if not out["mla_use_nope"]:
         out["rope_interleave"] = keys.get("rope_interleave") if keys.get("rope_interleave") is not None else True
     out["mla_norm_eps"] = declared.get("mla_norm_eps", keys.get("mla_norm_eps")) or dialect.fixed.get(
@@ -179,7 +180,7 @@ def _rope(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:
     thetas = [t for t in (new.get("rope_theta"), old.get("rope_theta"), keys.layer.get("rope_theta")) if t is not None]
     if len({float(t) for t in thetas}) > 1:
         keys.problems.append(f"rope_theta is given twice and differently: {thetas}")
-    clash = [k for k in new.keys() & old.keys() if new[k] != old[k]]
+    clash = [k for k in (new.keys() & old.keys()) - {"rope_theta"} if new[k] != old[k]]
     keys.problems += [f"{k} differs between rope_parameters ({new[k]}) and rope_scaling ({old[k]})" for k in clash]
     if not thetas:
         reading.notes.append("no rope_theta in the config: 10000 is Transformers' default")
