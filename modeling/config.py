@@ -1,12 +1,13 @@
 """Configuration of the native text models: Kimi K3, Kimi-Linear, pruned and dense relatives.
 
-The keys are those of the published `text_config`: a native `config.json` is that block, lifted and cleaned, with three of ours.
+The keys are those of the published `text_config`: a native `config.json` is that block, lifted and cleaned, with four of ours.
 
 
 | key | meaning |
 |---|---|
 | `experts_format` | `packed`: routed experts are MXFP4 codes and scales; `bf16`: plain matrices in the model's dtype |
 | `num_experts_per_layer` | experts of each layer where pruning left unequal counts (null for dense layers), else null |
+| `residual_in_fp32` | embedding, prefix and blocks are kept in at least fp32 between layers, whatever the model's dtype |
 | `mla_norm_eps` | eps of MLA's q_a and kv_a norms; the reference takes its class default, 1e-6, not `rms_norm_eps` |
 
 Layer numbers in `linear_attn_config` are 1-based, as published; `layer_kinds` is the 0-based form everything else uses.
@@ -73,6 +74,7 @@ class KimiK3TextConfig(PretrainedConfig):
     moe_layer_freq: int = 1
     experts_format: str = "bf16"
     attn_res_block_size: int | None = 12
+    residual_in_fp32: bool = True
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     max_position_embeddings: int = 1048576

@@ -57,7 +57,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         x = mix(prefix, blocks, self.self_attention_res_norm, self.self_attention_res_proj) if blocks else prefix
         a = self.attend(self.input_layernorm(x), layout)
         if self.starts_block:
-            blocks, prefix = (*blocks, prefix), a
+            blocks, prefix = (*blocks, prefix), a.to(prefix.dtype)
         else:
             prefix = prefix + a
         x = mix(prefix, blocks, self.mlp_res_norm, self.mlp_res_proj) if blocks else prefix

@@ -19,6 +19,7 @@ from kconv.modeling import segments as seg
 from kconv.modeling.cache import KimiK3Cache
 from kconv.modeling.compat import CACHE_NAME
 from kconv.modeling.config import KimiK3TextConfig
+from kconv.modeling.dtypes import widen
 from kconv.modeling.init import initialise
 from kconv.modeling.kda import KimiDeltaAttention
 from kconv.modeling.layer import KimiK3DecoderLayer, Layout
@@ -117,14 +118,15 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         return BaseModelOutputWithPast(**outputs)
 
     def _run(self, x: torch.Tensor, layout: Layout, record: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        states = [x]
+        dtype, states = x.dtype, [x]
+        x = widen(x) if self.config.residual_in_fp32 else x
         blocks: tuple[torch.Tensor, ...] = ()
         for layer in self.layers:
             y = layer(x, layout, *blocks)
             blocks = (*blocks, x) if layer.starts_block else blocks
             x = y
             if record:
-                states.append(x)
+                states.append(x.to(dtype))
         if blocks:
             x = mix(x, blocks, self.output_attn_res_norm, self.output_attn_res_proj)
         x = self.norm(x)

@@ -2,8 +2,10 @@
 
 | norm | arithmetic | eps |
 |---|---|---|
-| `KimiRMSNorm` | normalise in at least fp32, cast to the input's dtype, times the weight | config (1e-5); in MLA 1e-6 |
+| `KimiRMSNorm` | normalise and weigh in at least fp32, round once, to the weight's dtype | config (1e-5); in MLA 1e-6 |
 | `KimiGatedRMSNorm` (KDA `o_norm`) | normalise, weight and sigmoid gate in at least fp32, then cast | config (1e-5) |
+
+The reference rounds bf16 twice, before and after the weight; rounding once is nearer to the exact norm.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class KimiRMSNorm(nn.Module):
-    """RMSNorm over the last axis; [..., size] -> [..., size] in the input's dtype."""
+    """RMSNorm over the last axis; [..., size] of any dtype -> [..., size] in the weight's dtype."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -30,10 +32,8 @@ class KimiRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., size]; the weight multiplies after the cast, as in the reference."""
-        if x.is_cuda:  # one kernel that computes in fp32 and rounds once, to the input's dtype
-            return self.weight * F.rms_norm(x, x.shape[-1:], None, self.eps)
-        return self.weight * rms(x, self.eps).to(x.dtype)
+        """Normalise [..., size]."""
+        return F.rms_norm(widen(x), x.shape[-1:], widen(self.weight), self.eps).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Size and eps, for `print(model)`."""
