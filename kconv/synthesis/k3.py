@@ -102,6 +102,8 @@ class _Text:
                 spec = self._spec(row, override)
                 kind = "decay" if row.name.endswith("A_log") else "weights"
                 key = row.name if layer is None else f"layers.{layer}.{row.name}"
+                if self.shape.tied and row.name.startswith("embed_tokens"):
+                    key = "lm_head.weight"  # drawn as what it also is, or logits grow with the root of the width
                 yield Piece(side.spell(row).format_map({"layer": layer}), spec, layer, key, kind)
         for layer, count in counts.items():
             for expert in range(count):
