@@ -18,6 +18,8 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from kconv.errors import BadData, EnvironmentLacks, KconvError, Problems
 from kconv.files import LocalFiles
 from kconv.isos.shape import TrimZeros
@@ -25,6 +27,7 @@ from kconv.layout import OutFile
 from kconv.plans import Edge, Plan
 from kconv.report import human
 from kconv.slabs import PART_BYTES
+from kconv.spec import torch_dtype
 
 SLACK = 1 << 20
 STAGED = 4
@@ -220,15 +223,15 @@ def check_padding(plan: Plan) -> None:
 
 
 def _filled_padding(plan: Plan, edge: Edge) -> list[str]:
-    import torch
-
-    from kconv.spec import torch_dtype
-
     problems = []
     for value in edge.rule.domain:
         for (name, *_), (spec, *_) in zip(edge.rule.left_names(edge.binding, value), edge.lefts, strict=True):
             entry = plan.entry(name)
             data = bytearray(plan.source.files.read(entry.file, entry.start, spec.nbytes))
+            if edge.rule.iso.on_bytes([np.frombuffer(data, np.uint8)], (spec,), False) is not None:
+                continue
+            import torch
+
             try:
                 edge.rule.iso.forward([torch.frombuffer(data, dtype=torch_dtype(spec.dtype)).view(spec.shape)])
             except BadData as e:

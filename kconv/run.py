@@ -135,6 +135,13 @@ def moved(part: Part) -> bool:
     return part.iso.moves_bytes() and len(part.reads) == len(part.writes)
 
 
+def bytes_of(part: Part, data: list[np.ndarray]) -> list[np.ndarray] | None:
+    """A part's outputs where they need no arithmetic, and so no torch; None where they do."""
+    if moved(part):
+        return data
+    return part.iso.on_bytes(data, tuple(r.spec for r in part.reads), part.backward)
+
+
 def converted(part: Part, ins: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
     """The part's outputs, each held against its predicted spec."""
     torch_ready()
@@ -184,9 +191,8 @@ class Worker:
         """Read, convert and hand over one part."""
         data = self.read(part, self._in)
         put_tensor = getattr(self.sink, "put_tensor", None)
-        if moved(part):
-            made: Sequence[Tensor | np.ndarray] = data
-        else:
+        made: Sequence[Tensor | np.ndarray] | None = bytes_of(part, data)
+        if made is None:
             outs = [shaped(d, w) for d, w in zip(self._out.cut(part.writes), part.writes, strict=True)]
             made = converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], outs)
         if put_tensor is None:
@@ -222,7 +228,7 @@ class Worker:
             data = self._in.cut(part.reads)
             for d in data:
                 d.fill(0)
-            made = data if moved(part) else converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], None)
+            made = bytes_of(part, data) or converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], None)
             self._zero_memo[key] = not any(raw(t).any() for t in made)
         return self._zero_memo[key]
 

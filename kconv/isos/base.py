@@ -24,6 +24,7 @@ from kconv.errors import KconvError
 from kconv.spec import Spec
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 Specs = tuple[Spec, ...]
@@ -87,6 +88,10 @@ class Iso(ABC):
 
     def tiles(self, left: Specs, right: Specs) -> Tiles | None:
         """Independent pieces along axis 0, or None when the step needs its tensors whole."""
+        return None
+
+    def on_bytes(self, data: Sequence[np.ndarray], specs: Specs, backward: bool) -> list[np.ndarray] | None:
+        """The same step on raw bytes (1-D uint8), for steps that need no arithmetic; None where tensors are needed."""
         return None
 
     def moves_bytes(self) -> bool:

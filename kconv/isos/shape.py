@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from kconv.errors import BadData, KconvError
 from kconv.isos import expect
 from kconv.isos.base import Grade, Iso, SpecError, Specs, Tiles
@@ -182,6 +184,17 @@ class TrimZeros(Iso):
 
     def backward_specs(self, specs: Specs) -> Specs:
         return self._resized(specs, self.size, self.padded)
+
+    def on_bytes(self, data: Sequence[np.ndarray], specs: Specs, backward: bool) -> list[np.ndarray] | None:
+        """Along axis 0 the padding is the end of the bytes; padding that is not zero is left to `forward` to refuse."""
+        if self.axis:
+            return None
+        kept = specs[0].nbytes // specs[0].shape[0] * self.size
+        if not backward:
+            return None if data[0][kept:].any() else [data[0][:kept]]
+        padded = np.zeros(kept // max(1, self.size) * self.padded, np.uint8)
+        padded[:kept] = data[0]
+        return [padded]
 
     def forward(self, tensors: Sequence[Tensor], out: Outs = None) -> list[Tensor]:
         from kconv.kernels.common import bits, first
