@@ -49,6 +49,17 @@ def token_ids(s: TextShape) -> Json:
     return {"bos_token_id": first + BOS, "eos_token_id": first + END_OF_MESSAGE, "pad_token_id": s.vocab - 1}
 
 
+def linear_attention(s: TextShape) -> Json:
+    """KDA's block of a config, with the layer lists."""
+    return {
+        "full_attn_layers": s.mla,
+        "head_dim": s.kda_head_dim,
+        "kda_layers": s.kda,
+        "num_heads": s.kda_heads,
+        "short_conv_kernel_size": s.conv_kernel,
+    }
+
+
 def shared_text_config(s: TextShape) -> Json:
     """The keys that Kimi K3 and Kimi-Linear share."""
     return {
@@ -60,13 +71,7 @@ def shared_text_config(s: TextShape) -> Json:
         "initializer_range": 0.02,
         "intermediate_size": s.dense_width,
         "kv_lora_rank": s.kv_lora,
-        "linear_attn_config": {
-            "full_attn_layers": s.mla,
-            "head_dim": s.kda_head_dim,
-            "kda_layers": s.kda,
-            "num_heads": s.kda_heads,
-            "short_conv_kernel_size": s.conv_kernel,
-        },
+        "linear_attn_config": linear_attention(s),
         "max_position_embeddings": 1048576,
         "mla_use_nope": True,
         "model_type": "kimi_linear",
