@@ -26,6 +26,8 @@ ADAPTERS: dict[str, str] = {
 }
 TARGETS = ("native", "hf", "hf-text")
 EXPERTS = ("packed", "bf16", "fp16", "fp32")
+VISION = ("keep", "drop")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,14 @@ class Options:
     sidecar: bool = True
     layers: tuple[int, int] | None = None
     tie: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in {"to": TARGETS, "experts": EXPERTS, "vision": VISION, "dtype": DTYPES}.items():
+            value = getattr(self, name)
+            if value not in allowed and not (value is None and name != "to"):
+                raise KconvError(f"unknown {name} {value!r}", hint=f"there are {', '.join(allowed)}")
+        if self.layers and not (len(self.layers) == 2 and 0 <= self.layers[0] <= self.layers[1]):
+            raise KconvError(f"layers {self.layers!r} are no range", hint="give the first and the last, for example (0, 3)")
 
 
 def adapter_for(checkpoint: Checkpoint) -> ModuleType:
@@ -71,6 +81,4 @@ def _check_kinds(checkpoint: Checkpoint) -> None:
 
 def layouts_for(checkpoint: Checkpoint, options: Options) -> Layouts:
     """The rules that take a checkpoint to the layout that `options.to` names."""
-    if options.to not in TARGETS:
-        raise KconvError(f"unknown target {options.to!r}", hint=f"targets are {', '.join(TARGETS)}")
     return adapter_for(checkpoint).layouts(checkpoint, options)

@@ -149,7 +149,8 @@ def _refuse_unused(source: K3Source, options: Options) -> None:
     if options.vision == "keep" and options.to == "hf-text":
         raise KconvError("--vision keep: hf-text is text-only", hint="use --to hf for the whole checkpoint")
     if options.layers and options.layers[1] >= source.depth:
-        raise KconvError(f"--layers {options.layers[0]}-{options.layers[1]}: the checkpoint has layers 0-{source.depth - 1}")
+        asked = f"--layers {options.layers[0]}-{options.layers[1]}"
+        raise KconvError(f"{asked}: the checkpoint has layers 0-{source.depth - 1}", hint="both ends count, from 0")
 
 
 def _refuse_without_effect(source: K3Source, options: Options, experts: list[Rule]) -> None:

@@ -13,7 +13,7 @@ from kconv.cli.options import GRADES, Share, Size, conversion_options
 
 @outcome_command(epilog="Example:  kconv convert moonshotai/Kimi-K3 out/ --experts packed --vision drop")
 @click.argument("source")
-@click.argument("out", type=click.Path(file_okay=False))
+@click.argument("out", type=click.Path())
 @conversion_options
 @click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Tensor bytes a file holds at most.")
 @click.option("--workers", type=click.IntRange(1), help="Threads; the machine's cores by default.")

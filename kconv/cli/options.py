@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kconv.adapters import EXPERTS, TARGETS
+from kconv.adapters import DTYPES, EXPERTS, TARGETS, VISION
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -58,8 +58,8 @@ def conversion_options(function: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option("--to", type=click.Choice(TARGETS), default="native", show_default=True, help="Target layout."),
         click.option("--experts", type=click.Choice(EXPERTS), help="Form of the routed experts; as stored by default."),
-        click.option("--vision", type=click.Choice(("keep", "drop")), help="Vision tower and projector; by default kept only for hf."),
-        click.option("--dtype", type=click.Choice(("bfloat16", "float16", "float32")), help="Cast the other weights; the fp32 set stays fp32."),
+        click.option("--vision", type=click.Choice(VISION), help="Vision tower and projector; by default kept only for hf."),
+        click.option("--dtype", type=click.Choice(DTYPES), help="Cast the other weights; the fp32 set stays fp32."),
         click.option("--no-sidecar", "sidecar", is_flag=True, flag_value=False, default=True,
                      help="Leave the MXFP4 scales out when experts are decoded; the way back is then value-exact."),
         click.option("--layers", type=Span(), help="Only these decoder layers, for example 0-3."),

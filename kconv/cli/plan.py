@@ -13,7 +13,7 @@ from kconv.cli.options import Size, conversion_options
 @outcome_command(epilog="Example:  kconv plan moonshotai/Kimi-K3 --experts bf16 --out out/")
 @click.argument("source")
 @conversion_options
-@click.option("--out", type=click.Path(file_okay=False), help="Also check room, rights and memory there; estimate the time.")
+@click.option("--out", type=click.Path(), help="Also check room, rights and memory there; estimate the time.")
 @click.option("--shard-size", type=Size(), help="Tensor bytes a file holds at most, for --out.  [default: 5GB]")
 def command(source: str, to: str, out: str | None, shard_size: int | None, **options: Any) -> Outcome:
     """Show what converting SOURCE would do: coverage, table, sizes, memory, grade. Reads headers only."""
