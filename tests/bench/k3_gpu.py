@@ -352,8 +352,10 @@ def main() -> int:
     report.stage("environment", environment, 0)
     for name in args.stages.split(","):
         report.stage(name, *STAGES[name])
-    rows = report.found.get("errors")
-    bad = [r for r in rows if not r["within"]] if isinstance(rows, list) else ["the error stage gave nothing"]
+    if "errors" not in args.stages.split(","):
+        return 0
+    rows = report.found["errors"]
+    bad = [r for r in rows if not r["within"]] if isinstance(rows, list) else [rows]
     report.say(f"errors within {FACTOR} of the official code's: {bad or 'yes'}")
     return 1 if bad else 0
 
