@@ -120,7 +120,7 @@ def k3_text_config(s: K3Shape) -> Json:
         "routed_scaling_factor": 1.0,
         "topk_method": "noaux_tc",
     }
-    if s.experts and not s.plain_experts:
+    if s.moe and not s.plain_experts:
         text["quantization_config"] = mxfp4_block()
     return text
 
