@@ -92,7 +92,7 @@ def _rows(source: K3Source, left: Side, right: Side, options: Options) -> Iterat
             over = {"layer": layers} if layers else {}
             left_name, right_name = left.spell(row), right.spell(row)
             iso = _iso(source, row, left, right, options)
-            expected, why = _expect(source, row, left, count)
+            expected, why = _expect(source, row, left, count, options)
             yield rule(left_name, right_name, iso, over=over, expect=expected, why=why)
 
 
@@ -110,14 +110,16 @@ def _iso(source: K3Source, row: Row, left: Side, right: Side, options: Options) 
     return Same()
 
 
-def _expect(source: K3Source, row: Row, left: Side, count: int | None) -> tuple[Any, str]:
+def _expect(source: K3Source, row: Row, left: Side, count: int | None, options: Options) -> tuple[Any, str]:
     """Allowed specs of a row's published tensor, the config's shape in the config's precision or in F32; and why."""
     counts = {"E": count} if count else {}
     shape, why = source.layout.shape(row.shape, **counts), source.layout.formula(row.shape, **counts)
     if row.name.endswith("A_log") and left.name != "native":
         shape, why = source.a_log_shape, f"{why} alone, padded with zeros to a multiple of 8, or as [1, 1, heads, 1]"
     dtype = source.layout.config.get("dtype")
-    allowed = {dtype_name(dtype), "F32"} if dtype else FLOATS
+    allowed = {dtype_name(dtype), "F32"} if dtype else set(FLOATS)
+    if options.dtype and left != source.side:  # backward, the left side is what the cast makes
+        allowed.add(dtype_name(options.dtype))
     return ((tuple(Spec(d, shape) for d in sorted(allowed)),),), why
 
 
