@@ -12,8 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kconv.cli.common import Outcome
-from kconv.cli.common import outcome_command
+from kconv.cli.common import Outcome, outcome_command
 from kconv.synthesis.families import FAMILIES, Family, family, tiny
 
 
