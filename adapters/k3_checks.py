@@ -6,6 +6,7 @@
 | a head that is missing although untied, or stored although tied | problem with the two remedies, one of them `--tie` |
 | tensors of layers that the config does not have, next-token layers among them | problem |
 | `num_nextn_predict_layers` without such tensors | note, and the written config says 0 |
+| the names of Transformers' own modules | refused: saved again, it has the published ones |
 | a quantisation block beside plain experts, or packed experts without one | note: the tensors count |
 | `auto_map` entries whose file is not there | note, and they are removed from a lifted config |
 """
@@ -45,9 +46,20 @@ def two_spellings(checkpoint: Checkpoint, plain: Sequence[str], dotted: Sequence
     )
 
 
+def own_names(checkpoint: Checkpoint) -> None:
+    """Refuses names of Transformers' own modules, which `save_pretrained` writes only when it is told to."""
+    own = [n for n in checkpoint.entries if ".self_attn.forget_gate." in n]
+    if own:
+        raise KconvError(
+            f"{checkpoint.where} has the names of Transformers' own modules ({example(checkpoint, own)}), not the published ones",
+            hint="load it with Transformers and save it again: save_pretrained(folder) without save_original_format=False",
+        )
+
+
 def manifest_facts(facts: Config, heads: int, where: str) -> Config:
     """What the manifest of a native checkpoint says of its published form; raises KconvError where it cannot be."""
-    kinds = {"root": str, "head": str, "dotted_res": bool, "a_log_shape": list, "experts": list}
+    kinds = {"root": str, "head": str, "dotted_res": bool, "dense_as_moe": bool, "a_log_shape": list, "experts": list,
+             "formats": list, "hf_quant_config": str}  # fmt: skip
     wrong = next((key for key, kind in kinds.items() if key in facts and not isinstance(facts[key], kind)), None)
     shape = facts.get("a_log_shape", [heads])
     if wrong is None and not (all(type(n) is int for n in shape) and a_log_form(tuple(shape), heads)):
@@ -104,13 +116,12 @@ def next_tokens(text: Config, stored: bool, notes: list[str]) -> None:
         text["num_nextn_predict_layers"] = 0
 
 
-def quantized(block: Config | None, formats: Iterable[str], notes: list[str]) -> None:
-    """A quantisation block that disagrees with the tensors."""
-    found = set(formats)
-    if block and found == {"plain"}:
-        notes.append("config.json has a quantization_config, but no expert is packed: the tensors count")
-    elif not block and "packed" in found:
-        notes.append("config.json has no quantization_config, but experts are packed: the tensors count")
+def quantized(block: Config | None, stored: bool, notes: list[str]) -> None:
+    """A quantisation block without quantised tensors, or the reverse."""
+    if block and not stored:
+        notes.append("config.json has a quantization_config, but no weight is quantised: the tensors count")
+    elif not block and stored:
+        notes.append("config.json has no quantization_config, but weights are quantised: the tensors count")
 
 
 def auto_map(config: Config, present: Iterable[str], notes: list[str]) -> Config:

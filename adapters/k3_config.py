@@ -16,6 +16,7 @@ import copy
 import re
 from typing import Any
 
+from kconv.adapters.k3_dialects import OWN_KEYS, in_published_words
 from kconv.errors import KconvError
 from kconv.spec import FLOATS, SAFETENSORS_NAMES
 
@@ -53,7 +54,7 @@ def text_config(config: Config) -> Config:
     if found not in TEXT_TYPES:
         where = "text_config.model_type" if text is nested else "model_type"
         raise KconvError(f"config.json: {where} is {found!r}", hint=f"a K3 text model has one of {', '.join(TEXT_TYPES)}")
-    merged = {**text}
+    merged = in_published_words(text)
     for key in TOKEN_IDS:
         if config.get(key) is not None:
             merged[key] = config[key]
@@ -79,7 +80,7 @@ def quantization(config: Config, notes: list[str]) -> Config | None:
 
 def native_config(text: Config, *, experts_format: str, counts: dict[int, int], layers: int) -> Config:
     """The config of a native checkpoint: what computes, nothing else."""
-    drop = GENERATION_DEFAULTS | {"quantization_config", "auto_map", "architectures", "model_type"}
+    drop = GENERATION_DEFAULTS | OWN_KEYS | {"quantization_config", "auto_map", "architectures", "model_type"}
     lifted = ABSENT | {k: copy.deepcopy(v) for k, v in text.items() if k not in drop}
     lifted |= {"model_type": "kimi_k3_text", "architectures": ["KimiK3ForCausalLM"]}
     lifted["experts_format"] = "packed" if experts_format == "packed" else "bf16"

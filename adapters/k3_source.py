@@ -5,6 +5,7 @@
 | roots `language_model.model.`, `model.language_model.`, `model.` | found from the names; two at once are refused |
 | `A_log` [H], [H padded to a multiple of 8 or 128], [1,1,H,1] | recorded, so that the way back writes the same form |
 | `self_attention_res_proj.weight` or `self_attention_res.proj_weight` | recorded likewise |
+| a dense layer's `mlp` called `block_sparse_moe` (Transformers' `save_pretrained`) | recorded likewise |
 | experts quantised, plain, fewer than the config says (pruned), different per layer | counted per layer |
 """
 
@@ -18,7 +19,10 @@ from typing import Any
 from kconv.adapters import Options
 from kconv.adapters import k3_checks as checks
 from kconv.adapters.k3_config import Config, quantization, text_config
+from kconv.adapters.k3_formats import SIDECAR, Forms, Found, Reader, from_facts
 from kconv.adapters.k3_layout import VISION_ROOTS, K3Layout, Row, k3_layout
+from kconv.adapters.formats import ACTIVATIONS
+from kconv.adapters.quant_blocks import HF_QUANT, disagreement, says
 from kconv.errors import KconvError
 from kconv.names import number, ranges
 from kconv.source import Checkpoint
@@ -36,11 +40,12 @@ class Side:
     root: str
     head: str
     dotted_res: bool = False
+    dense_as_moe: bool = False
 
     def spell(self, row: Row) -> str:
         """The name template of a row on this side."""
         name = row.name
-        if row.kind == "moe" and self.name != "native":
+        if self.name != "native" and (row.kind == "moe" or (row.kind == "dense" and self.dense_as_moe)):
             name = self.moe + name.removeprefix("mlp.")
         if self.dotted_res:
             for plain, dotted in DOTTED.items():
@@ -68,6 +73,8 @@ class K3Source:
     a_log_shape: tuple[int, ...]
     tied: bool
     experts: dict[int, tuple[int, str]] = field(default_factory=dict)
+    forms: Forms = field(default_factory=Forms)
+    found: dict[int, Found] = field(default_factory=dict)
     vision: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
     beyond: list[str] = field(default_factory=list)
@@ -127,14 +134,17 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     native = text["model_type"] == "kimi_k3_text"
     manifest = (checkpoint.manifest or {}) if native else {}
     original = manifest.get("source", {}).get("config") or checkpoint.config
-    block = quantization(original, notes)
+    hf_quant = checkpoint.json(HF_QUANT)
+    block = quantization(original, notes) or (hf_quant and hf_quant.get("quantization"))
     side = Side("native", "model.", "") if native else _published(checkpoint, problems)
     facts = checks.manifest_facts(manifest.get("facts") or {}, layout.sizes["H"], checkpoint.where)
     a_log = tuple(facts.get("a_log_shape") or _a_log_shape(checkpoint, layout, side))
     if not native:
         facts = {"root": side.root, "head": side.head, "dotted_res": side.dotted_res, "a_log_shape": list(a_log)}
+        facts |= {"dense_as_moe": True} if side.dense_as_moe else {}
     published = side if not native else Side(
-        "hf", facts.get("root", ROOTS[0][0]), facts.get("head", ROOTS[0][1]), facts.get("dotted_res", False)
+        "hf", facts.get("root", ROOTS[0][0]), facts.get("head", ROOTS[0][1]), facts.get("dotted_res", False),
+        facts.get("dense_as_moe", False),
     )  # fmt: skip
     head = side.head + checks.HEAD
     tied = checks.tied_head(checkpoint, head, config_ties=text["tie_word_embeddings"], asked=options.tie, problems=problems)
@@ -143,10 +153,42 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     _scan(source)
     checks.beyond(checkpoint, source.beyond, source.depth, problems)
     checks.next_tokens(text, bool(source.beyond), notes)
-    if not native:
-        facts["experts"] = sorted({fmt for _, fmt in source.experts.values()})
-        checks.quantized(block, facts["experts"], notes)
+    if native:
+        source.forms = from_facts(facts, layout.kinds["moe"], checkpoint.where)
+        return source
+    _read_forms(source, Reader(checkpoint, layout, says(quantization(original, []), hf_quant), options.block, notes, problems))
+    facts["experts"] = sorted({fmt for _, fmt in source.experts.values()})
+    facts |= {"formats": source.forms.to_json()} if source.forms.quantised() else {}
+    checks.quantized(block, source.forms.quantised(), notes)
+    if said := disagreement(quantization(original, []), hf_quant):
+        notes.append(said)
     return source
+
+
+def _read_forms(source: K3Source, reader: Reader) -> None:
+    """The form of every weight of a published checkpoint."""
+    entries, side = source.checkpoint.entries, source.side
+    for row in source.layout.rows():
+        name = side.spell(row)
+        if len(row.shape) != 2 or not name.endswith(".weight") or (row.name == checks.HEAD and source.tied):
+            continue
+        for layers, count in source.layer_groups(row):
+            shape = source.layout.shape(row.shape, **({"E": count} if count else {}))
+            for layer in layers or (-1,):
+                reader.row(row, layer, name.format_map({"layer": layer}).removesuffix("weight"), shape)
+    for layer, (count, _) in source.experts.items():
+        base = f"{side.root}layers.{layer}.{side.moe}experts."
+        if not reader.experts(layer, base, source.found.get(layer, Found()), count):
+            source.problems.append(f"layer {layer} holds experts both quantised and plain; one form is expected in a layer")
+        kinds = {"packed" if f.kind == "mxfp4" else f.kind for f in reader.forms.experts[layer].values()}
+        source.experts[layer] = (count, "+".join(sorted(kinds)) or "packed")
+    prefix = side.root + "layers."
+    for name, entry in entries.items():
+        if name.rpartition(".")[2] in ACTIVATIONS and name.startswith(prefix):
+            layer, _, tail = name[len(prefix) :].partition(".")
+            if int(layer) in source.inside(source.layout.kinds["layer"]) and f"{side.moe}experts." not in tail:
+                reader.activation(int(layer), tail.replace(side.moe, "mlp.", 1), entry.spec)
+    source.forms = reader.finish(quiet=not reader.forms.quantised())
 
 
 def _published(checkpoint: Checkpoint, problems: list[str]) -> Side:
@@ -158,10 +200,12 @@ def _published(checkpoint: Checkpoint, problems: list[str]) -> Side:
     if len(found) > 1:
         problems.append(checks.two_roots(checkpoint, [r for r, _ in found]))
     root, head = found[0]
+    checks.own_names(checkpoint)
     plain, dotted = ([n for n in checkpoint.entries if n.endswith(tuple(ends))] for ends in (DOTTED, DOTTED.values()))
     if plain and dotted:
         problems.append(checks.two_spellings(checkpoint, plain, dotted))
-    return Side("hf" if root != "model." else "hf-text", root, head, len(dotted) > len(plain))
+    dense = any(n.endswith(".block_sparse_moe.gate_proj.weight") for n in checkpoint.entries)
+    return Side("hf" if root != "model." else "hf-text", root, head, len(dotted) > len(plain), dense)
 
 
 def _a_log_shape(checkpoint: Checkpoint, layout: K3Layout, side: Side) -> tuple[int, ...]:
@@ -199,14 +243,15 @@ def _scan(source: K3Source) -> None:
             formats.setdefault(layer, set()).add(_native_format(parts[3]))
         elif (expert := number(parts[3])) is not None:
             seen.setdefault(layer, set()).add(expert)  # type: ignore[union-attr]
-            formats.setdefault(layer, set()).add("plain" if parts[-1] == "weight" else "packed")
+            if len(parts) == 6 and not entry.file.startswith(SIDECAR):
+                source.found.setdefault(layer, Found()).add(parts[4], parts[5], entry.spec)
     for layer in source.inside(source.layout.kinds["moe"]):
         source.experts[layer] = _count(source, layer, seen.get(layer, set()), formats.get(layer, set()) - {"scale"})
     _compare_with_config(source)
 
 
 def _native_format(name: str) -> str:
-    return "packed" if name.endswith("_packed") else "scale" if name.endswith("_scale") else "plain"
+    return "packed" if name.endswith("_packed") else "plain" if name.endswith("_proj") else "scale"
 
 
 def _count(source: K3Source, layer: int, seen: Collection[int], formats: set[str]) -> tuple[int, str]:
@@ -217,7 +262,7 @@ def _count(source: K3Source, layer: int, seen: Collection[int], formats: set[str
     said = _disagreement(seen, rows) if entry and seen else ""
     if said and entry:
         source.problems.append(f"layer {layer}: the router {router} in {entry.file} has {rows} rows, but {said}")
-    if len(formats) > 1:
+    if len(formats) > 1:  # of a native checkpoint; a published one's forms are read from its tensors
         source.problems.append(f"layer {layer} holds experts both quantised and plain; one form is expected in a layer")
     return max(1, min(rows, MOST_EXPERTS)), "packed" if "packed" in formats or not formats else "plain"
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from kconv.adapters.k3_dialects import OWN_KEYS, in_published_words
 from kconv.errors import KconvError
 
 Json = dict[str, Any]
@@ -40,10 +41,6 @@ ABSENT: Json = {
     "routed_expert_hidden_size": None, "latent_moe_use_norm": False, "mla_use_output_gate": False, "q_lora_rank": None,
     "num_experts": None, "num_shared_experts": None, "num_key_value_heads": None, "first_k_dense_replace": 0,
 }  # fmt: skip
-TRANSFORMERS_NAMES = {
-    "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts",
-    "n_group": "num_expert_group", "norm_topk_prob": "moe_renormalize", "model_max_length": "max_position_embeddings",
-}  # fmt: skip
 FROM_TOP = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype")
 
 
@@ -52,10 +49,7 @@ def native_keys(config: Any, experts_format: str | None = None) -> Json:
     top = copy.deepcopy(config if isinstance(config, dict) else config.to_dict())
     text = top.get("text_config") or top
     text = text if isinstance(text, dict) else text.to_dict()
-    text = {**{TRANSFORMERS_NAMES.get(k, k): v for k, v in text.items()}, **text}
-    text = {k: v for k, v in text.items() if k not in TRANSFORMERS_NAMES}
-    if "linear_attn_config" not in text and "layer_types" in text and "linear_num_heads" in text:
-        text = _from_transformers(text)
+    text = {k: v for k, v in in_published_words(text).items() if k not in OWN_KEYS}
     if not isinstance(text.get("linear_attn_config"), dict):
         raise KconvError(
             f"config of model_type {top.get('model_type')!r} has no linear_attn_config: neither Kimi K3 nor Kimi-Linear",
@@ -77,18 +71,3 @@ def _is_mxfp4(top: Json, text: Json) -> bool:
     """The top block wins over a stale nested one, as in the reference's config class."""
     quantization = top.get("quantization_config") or text.get("quantization_config") or {}
     return quantization.get("format") == "mxfp4-pack-quantized"
-
-
-def _from_transformers(text: Json) -> Json:
-    """Transformers' Kimi-Linear layer types and sizes as the published linear attention block."""
-    kinds, mlps = text.pop("layer_types"), text.pop("mlp_layer_types", None) or []
-    if "dense" in mlps[mlps.index("sparse") if "sparse" in mlps else len(mlps) :]:
-        raise KconvError("mlp_layer_types mixes dense layers between sparse ones, which no published Kimi checkpoint does")
-    text["linear_attn_config"] = {
-        "full_attn_layers": [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"],
-        "kda_layers": [i for i, kind in enumerate(kinds, 1) if kind != "full_attention"],
-        "num_heads": text.pop("linear_num_heads"), "head_dim": text.pop("linear_head_dim"),
-        "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
-    }  # fmt: skip
-    text["first_k_dense_replace"] = mlps.count("dense")
-    return text
