@@ -5,7 +5,7 @@
 | Transformers | published |
 |---|---|
 | `layer_types`, where no `linear_attn_config` was given | `linear_attn_config` with `full_attn_layers`, `kda_layers` (1-based) |
-| `linear_num_heads`, `linear_head_dim`, `linear_conv_kernel_dim` | the same block's `num_heads`, `head_dim`, `short_conv_kernel_size` |
+| `linear_num_heads`, `linear_head_dim`, ... | that block's `num_heads`, `head_dim`, ... |
 | `mlp_layer_types` | `first_k_dense_replace` |
 | `model_max_length`, `num_experts_per_tok`, ... | `max_position_embeddings`, `num_experts_per_token`, ... |
 """
