@@ -63,13 +63,18 @@ def preflight(plan: Plan, out: str | os.PathLike[str], *, shard_size: int, worke
 def estimate(plan: Plan, where: Path) -> dict[str, Any]:
     """`read_rate`, `write_rate` in bytes a second and `seconds`; a rate that was not probed is None."""
     read, write = read_rate(plan.source), write_rate(where)
+    files = plan.source.files
+    shared = isinstance(files, LocalFiles) and os.stat(files.root).st_dev == os.stat(where).st_dev
+    seconds = seconds_for(plan, read, write, one_disk=shared)
+    return {"read_rate": read and int(read), "write_rate": int(write), "estimated_seconds": round(seconds, 1)}
+
+
+def seconds_for(plan: Plan, read: float | None, write: float, *, one_disk: bool) -> float:
+    """Seconds of a plan at these rates in bytes a second; reading and writing add up on one disk."""
     dropped = sum(plan.entry(n).spec.nbytes for n in plan.dropped if n in plan.source.entries)
     reading = (plan.source.nbytes - dropped) / read if read else 0.0
     writing = stored_bytes(plan) / write
-    files = plan.source.files
-    shared = isinstance(files, LocalFiles) and os.stat(files.root).st_dev == os.stat(where).st_dev
-    seconds = reading + writing if shared else max(reading, writing)
-    return {"read_rate": read and int(read), "write_rate": int(write), "estimated_seconds": round(seconds, 1)}
+    return reading + writing if one_disk else max(reading, writing)
 
 
 def read_rate(source: Checkpoint) -> float | None:
