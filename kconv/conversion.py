@@ -93,7 +93,7 @@ def convert(
     _require(the_plan, require)
     check_device(device)
     target, part = Path(out).resolve(), part or rank_part()
-    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory), device, hashes, part, mmap)
+    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory, device), device, hashes, part, mmap)
     resume = resume or part[1] > 1
     if resume and already(the_plan, target):
         return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,
@@ -102,7 +102,7 @@ def convert(
     files = lay_out(the_plan.targets, shard_size)
     partial = _partial(target, resume=resume, overwrite=overwrite)
     check_room(target, files, partial, needed_bytes(the_plan, files))
-    check_memory(peak_bytes(the_plan, settings.workers))
+    check_memory(peak_bytes(the_plan, settings.workers, device))
     check_padding(the_plan)
     job = Job(the_plan, partial, files, settings)
     try:
@@ -132,9 +132,9 @@ def rank_part() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)) + 1, int(os.environ.get("WORLD_SIZE", 1))
 
 
-def allowed_workers(the_plan: Plan, workers: int | None, memory: int) -> int:
+def allowed_workers(the_plan: Plan, workers: int | None, memory: int, device: str) -> int:
     """As many threads as asked for whose buffers fit the memory budget; refuses when not even one's do."""
-    each = peak_bytes(the_plan, 1)
+    each = peak_bytes(the_plan, 1, device)
     if each > memory:
         raise EnvironmentLacks(
             f"--memory {human(memory)} is less than the {human(each)} that the largest piece needs in and out",

@@ -33,7 +33,7 @@ from kconv.plans import Plan
 from kconv.preflight import peak_bytes, total_memory
 from kconv.report import Meter
 from kconv.run import Progress, execute
-from kconv.slabs import Slab, streams
+from kconv.slabs import Slab, part_bytes, streams
 from kconv.source import IDENTITY, MANIFEST, OURS, Checkpoint
 from kconv.staging import StagedFiles
 from kconv.writer import FileSink, publish, slab_checksum, sync_folder, write_file
@@ -82,7 +82,7 @@ class Job:
         try:
             total = self.plan.output_bytes // self.settings.part[1]
             with Meter("convert", total, quiet=quiet) as meter:
-                todo = map(self._todo, streams(self.plan, self.sink.place))
+                todo = map(self._todo, streams(self.plan, self.sink.place, self.settings.device))
                 progress = execute(
                     todo, self.source_files(), self.sink, workers=self.settings.workers,
                     device=self.settings.device, done=self._done, tick=meter,
@@ -129,6 +129,7 @@ class Job:
         """Leave the run's identity, or refuse to go on with another run's folder."""
         identity = json.loads(json.dumps({
             "plan": self.plan.digest, "options": self.plan.options, "shard_size": self.settings.shard_size,
+            "pieces": part_bytes(self.settings.device),
             "parts": self.settings.part[1], "source": self._fingerprints,
         }))  # fmt: skip
         path = self.partial / IDENTITY
@@ -185,10 +186,12 @@ class Job:
         made: dict[str, dict[str, Any]] = {}
         blobs = indexes(self.files, self.partial)
         blobs["config.json"] = json.dumps(self.plan.layouts.config, indent=2).encode() + b"\n"
+        own = self.plan.layouts.files
+        blobs |= {name: blob for name, blob in own.items() if blob is not None}
         for name, blob in blobs.items():
             write_file(self.partial / name, blob)
             made[name] = _entry(self.partial / name)
-        for name in self.plan.source.other_files():
+        for name in (n for n in self.plan.source.other_files() if n not in own):
             copy_file(self.plan.source, name, self.partial / name)
             made[name] = _entry(self.partial / name)
         for f in self.files:
@@ -202,7 +205,7 @@ class Job:
     def _figures(self, progress: Progress) -> dict[str, Any]:
         return {
             **self.plan.summary(),
-            "peak_bytes": peak_bytes(self.plan, self.settings.workers),
+            "peak_bytes": peak_bytes(self.plan, self.settings.workers, self.settings.device),
             "seconds": round(time.monotonic() - self._started, 3),
             "bytes_read": progress.bytes_read,
             "bytes_written": self.sink.bytes_written,

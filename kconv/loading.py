@@ -44,7 +44,7 @@ def load(source: Any, *, device: str | torch.device = "cpu", dtype: torch.dtype 
     sink = MemorySink(_storage(made, model))
     with Meter("load", made.output_bytes, quiet=quiet) as meter:
         execute(
-            streams(made, sink.place), made.source.files, sink,
+            streams(made, sink.place, str(device)), made.source.files, sink,
             workers=workers or default_workers(), device=str(device), tick=meter,
         )  # fmt: skip
     model.tie_weights()
@@ -93,6 +93,16 @@ class MemorySink:
         """Offsets count bytes of the target's own dtype."""
         return name, 0
 
+    def lend(self, region: Region) -> np.ndarray | None:
+        """The region's own storage as bytes, where it lies on the CPU in the region's dtype: it is filled in place."""
+        import torch
+
+        target = self._storage.get(region.name)
+        if target is None or target.device.type != "cpu" or target.dtype != torch_dtype(region.spec.dtype):
+            return None
+        flat = target.reshape(-1).view(torch.uint8).numpy()
+        return flat[region.offset : region.offset + region.spec.nbytes]
+
     def put(self, region: Region, data: np.ndarray) -> str:
         """Copy bytes that lie on the CPU."""
         import torch
@@ -102,7 +112,8 @@ class MemorySink:
     def put_tensor(self, region: Region, tensor: Tensor) -> str:
         """Copy a tensor from any device into the region's place."""
         target = self._storage.get(region.name)
-        if target is not None:
+        lent = self.lend(region)
+        if target is not None and (lent is None or lent.ctypes.data != tensor.data_ptr()):
             dtype = torch_dtype(region.spec.dtype)
             start = region.offset // dtype.itemsize
             target.reshape(-1)[start : start + tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)

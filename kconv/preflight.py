@@ -26,7 +26,7 @@ from kconv.isos.shape import TrimZeros
 from kconv.layout import OutFile
 from kconv.plans import Edge, Plan
 from kconv.report import human
-from kconv.slabs import PART_BYTES
+from kconv.slabs import part_bytes
 from kconv.spec import torch_dtype
 
 SLACK = 1 << 20
@@ -34,7 +34,7 @@ STAGED = 4
 SPARE_INODES = 64
 
 
-def peak_bytes(plan: Plan, workers: int) -> int:
+def peak_bytes(plan: Plan, workers: int, device: str = "cpu") -> int:
     """Bytes that the workers hold at most: the largest part's inputs and outputs, for each worker."""
     largest: dict[tuple, int] = {}
     for edge in plan.edges:
@@ -44,7 +44,7 @@ def peak_bytes(plan: Plan, workers: int) -> int:
                 continue
             total = sum(s.nbytes for s in (*lefts, *rights))
             tiled = edge.rule.iso.tiles(lefts, rights) is not None
-            largest[key] = min(total, 2 * PART_BYTES) if tiled else total
+            largest[key] = min(total, 2 * part_bytes(device)) if tiled else total
     return workers * max(largest.values(), default=0)
 
 

@@ -189,22 +189,27 @@ class Worker:
 
     def deliver(self, part: Part) -> list[str]:
         """Read, convert and hand over one part."""
-        data = self.read(part, self._in)
+        lend = getattr(self.sink, "lend", None)
+        own = [lend(w) for w in part.writes] if lend else [None] * len(part.writes)
+        data = self.read(part, self._in, own if moved(part) else None)
         put_tensor = getattr(self.sink, "put_tensor", None)
         made: Sequence[Tensor | np.ndarray] | None = bytes_of(part, data)
         if made is None:
-            outs = [shaped(d, w) for d, w in zip(self._out.cut(part.writes), part.writes, strict=True)]
+            cut = [mine if mine is not None else d for mine, d in zip(own, self._out.cut(part.writes), strict=True)]
+            outs = [shaped(d, w) for d, w in zip(cut, part.writes, strict=True)]
             made = converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], outs)
         if put_tensor is None:
             return [self.sink.put(w, raw(t)) for w, t in zip(part.writes, made, strict=True)]
         return [put_tensor(w, shaped(t, w) if isinstance(t, np.ndarray) else t) for w, t in zip(part.writes, made, strict=True)]
 
-    def read(self, part: Part, arena: Arena) -> list[np.ndarray]:
-        """The inputs' bytes, in the arena, or as views of mapped files."""
+    def read(self, part: Part, arena: Arena, own: list[np.ndarray | None] | None = None) -> list[np.ndarray]:
+        """The inputs' bytes: in their final place where the sink lends it, in the arena, or as views of mapped files."""
         view = getattr(self.files, "view", None)
         if view:
             return [view(r.file, r.offset, r.spec.nbytes) for r in part.reads]
         data = arena.cut(part.reads)
+        if own:
+            data = [mine if mine is not None else d for mine, d in zip(own, data, strict=True)]
         for region, buffer in zip(part.reads, data, strict=True):
             self.files.read_into(region.file, region.offset, buffer.data)
         return data

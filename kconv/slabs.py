@@ -16,6 +16,7 @@ from kconv.spec import Spec
 
 SLAB_BYTES = 32 << 20
 PART_BYTES = 4 << 20
+DEVICE_PART_BYTES = 64 << 20
 
 Place = Callable[[str], tuple[str, int]]
 
@@ -54,22 +55,27 @@ class Slab:
     parts: list[Part]
 
 
-def streams(plan: Plan, place: Place) -> list[Iterator[Slab]]:
+def part_bytes(device: str) -> int:
+    """Size of a part: what stays in a core's cache on the CPU, what hides a launch and a transfer on a GPU."""
+    return PART_BYTES if device == "cpu" else DEVICE_PART_BYTES
+
+
+def streams(plan: Plan, place: Place, device: str = "cpu") -> list[Iterator[Slab]]:
     """The slabs of a plan whose targets lie where `place` says, one iterator for each file of first targets."""
     by_file: dict[str, list[tuple[int, Edge]]] = {}
     for edge in plan.edges:
         file, offset = place(_first_target(plan, edge))
         by_file.setdefault(file, []).append((offset, edge))
-    return [_stream(plan, i, edges, place) for i, (_, edges) in enumerate(sorted(by_file.items()))]
+    return [_stream(plan, i, edges, place, part_bytes(device)) for i, (_, edges) in enumerate(sorted(by_file.items()))]
 
 
-def _stream(plan: Plan, file: int, edges: list[tuple[int, Edge]], place: Place) -> Iterator[Slab]:
+def _stream(plan: Plan, file: int, edges: list[tuple[int, Edge]], place: Place, most: int) -> Iterator[Slab]:
     count, batch, size = 0, [], 0
     for _, edge in sorted(edges, key=lambda item: item[0]):
-        for part in _edge_parts(plan, edge, place):
+        for part in _edge_parts(plan, edge, place, most):
             batch.append(part)
             size += part.cost
-            if size >= SLAB_BYTES:
+            if size >= max(SLAB_BYTES, most):
                 yield Slab(f"{file}.{count}", batch)
                 count, batch, size = count + 1, [], 0
     if batch:
@@ -82,7 +88,7 @@ def _first_target(plan: Plan, edge: Edge) -> str:
     return edge.rule.right_names(edge.binding)[0]
 
 
-def _edge_parts(plan: Plan, edge: Edge, place: Place) -> Iterator[Part]:
+def _edge_parts(plan: Plan, edge: Edge, place: Place, most: int) -> Iterator[Part]:
     def source(name: str) -> tuple[str, int]:
         entry = plan.entry(name)
         return entry.file, entry.start
@@ -100,21 +106,21 @@ def _edge_parts(plan: Plan, edge: Edge, place: Place) -> Iterator[Part]:
                 Region(n, f, at, s, before)
                 for n, (f, _), at, s, before in zip(right_names, bases, offsets, rights, rows_before, strict=True)
             ]
-            yield from _tiled(edge.rule.iso, plan.backward, left, right)
+            yield from _tiled(edge.rule.iso, plan.backward, left, right, most)
             offsets = [at + s.nbytes for at, s in zip(offsets, rights, strict=True)]
             rows_before = [b + (s.shape[0] if s.shape else 0) for b, s in zip(rows_before, rights, strict=True)]
 
 
-def _tiled(iso: Iso, backward: bool, left: list[Region], right: list[Region]) -> Iterator[Part]:
-    """One part, or several of about PART_BYTES where the iso's rows are independent."""
+def _tiled(iso: Iso, backward: bool, left: list[Region], right: list[Region], most: int) -> Iterator[Part]:
+    """One part, or several of about `most` bytes where the iso's rows are independent."""
     specs: tuple[Specs, Specs] = tuple(r.spec for r in left), tuple(r.spec for r in right)
     tiles = iso.tiles(*specs)
     whole = Part(iso, backward, *((right, left) if backward else (left, right)))
-    if tiles is None or whole.cost <= PART_BYTES:
+    if tiles is None or whole.cost <= most:
         yield whole
         return
     count = -(-right[0].spec.shape[0] // tiles.right[0])
-    step = max(1, count * PART_BYTES // whole.cost)
+    step = max(1, count * most // whole.cost)
     for at in range(0, count, step):
         lefts = [_rows(r, at * n, (at + step) * n) for r, n in zip(left, tiles.left, strict=True)]
         rights = [_rows(r, at * n, (at + step) * n) for r, n in zip(right, tiles.right, strict=True)]
