@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -228,7 +229,9 @@ def open_files(source: str | os.PathLike[str]) -> Files:
         return HubFiles(text)
     path = Path(source)
     if not path.exists():
-        raise KconvError(f"{text}: no such file or folder", hint="give a folder, a .safetensors file, or hf://owner/name")
+        owner_name = re.fullmatch(r"[\w.-]+/[\w.-]+", text)
+        on_hub = f"; hf://{text} for the one on the Hub" if owner_name else ", or hf://owner/name"
+        raise KconvError(f"{text}: no such file or folder", hint="give a folder or a .safetensors file" + on_hub)
     if path.is_file() and path.suffix != ".safetensors":
         raise KconvError(f"{text} is not a .safetensors file", hint="pickle files are never opened; convert them first")
     return LocalFiles(path)

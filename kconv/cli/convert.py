@@ -11,7 +11,7 @@ from kconv.cli.common import Outcome, announce, outcome_command
 from kconv.cli.options import GRADES, Share, Size, conversion_options
 
 
-@outcome_command(epilog="Example:  kconv convert moonshotai/Kimi-K3 out/ --experts packed --vision drop")
+@outcome_command(epilog="Example:  kconv convert Kimi-K3/ out/ --experts packed --vision drop")
 @click.argument("source")
 @click.argument("out", type=click.Path())
 @conversion_options

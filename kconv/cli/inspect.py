@@ -8,7 +8,7 @@ from rich.console import Console
 from kconv.cli.common import Outcome, announce, outcome_command
 
 
-@outcome_command(epilog="Example:  kconv inspect moonshotai/Kimi-K3")
+@outcome_command(epilog="Example:  kconv inspect hf://moonshotai/Kimi-K3")
 @click.argument("path")
 def command(path: str) -> Outcome:
     """Say what the checkpoint at PATH is: family, formats with counts and bytes, oddities, what it converts to."""

@@ -10,7 +10,7 @@ from kconv.cli.common import Outcome, announce, outcome_command
 from kconv.cli.options import Size, conversion_options
 
 
-@outcome_command(epilog="Example:  kconv plan moonshotai/Kimi-K3 --experts bf16 --out out/")
+@outcome_command(epilog="Example:  kconv plan hf://moonshotai/Kimi-K3 --experts bf16 --out out/")
 @click.argument("source")
 @conversion_options
 @click.option("--out", type=click.Path(), help="Also check room, rights and memory there; estimate the time.")

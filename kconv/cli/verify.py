@@ -8,7 +8,7 @@ from rich.console import Console
 from kconv.cli.common import Outcome, announce, outcome_command
 
 
-@outcome_command(epilog="Example:  kconv verify out/ --source moonshotai/Kimi-K3")
+@outcome_command(epilog="Example:  kconv verify out/ --source Kimi-K3/")
 @click.argument("out", type=click.Path(exists=True, file_okay=False))
 @click.option("--source", required=True, help="What OUT was converted from: a folder or hf://owner/name.")
 @click.option("--sample", type=click.IntRange(1), help="Compare so many random slabs of about 32 MB.")

@@ -18,7 +18,7 @@ EXAMPLE = """Example:
 @click.argument("converted", type=str)
 @click.option("--reference", required=True, type=click.Path(exists=True), help="A golden file, or a checkpoint to run.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Precision that ours runs in.")
-@click.option("--device", default="cpu", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Where both run.")
 @click.option("--attention", type=click.Choice(["eager", "sdpa"]), default="eager", show_default=True, help="Of ours.")
 @click.option("--source", type=click.Path(exists=True, file_okay=False), help="What CONVERTED was made from: names the fault.")
 @click.option("--noise", type=click.Path(exists=True, dir_okay=False), help="The reference's own noise: golden file or JSON.")

@@ -211,3 +211,7 @@ def test_inspect_of_an_unknown_family_goes_as_far_as_the_headers(tmp_path: Path)
     assert found["tensors"] == 1
     assert "has no config.json" in found["problems"][0]
     assert "has no config.json" in error_of(run("plan", tmp_path / "src", "--json"), 2)
+
+
+def test_name_of_a_repository_is_not_taken_for_a_folder(tmp_path: Path) -> None:
+    assert "hf://moonshotai/Kimi-K3 for the one on the Hub" in refused("moonshotai/Kimi-K3", tmp_path / "out")
