@@ -18,10 +18,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from kconv.errors import KconvError
 from kconv.parity.capturing import capture
@@ -34,6 +33,9 @@ from kconv.parity.trace import ByLayer, Trace, decoder_of, device_of, trace
 from kconv.parity.unseen import different, same_form, unseen
 from kconv.parity.verdict import DERIVED, Verdict, open_report
 from kconv.parity.witness import testify
+
+if TYPE_CHECKING:
+    from kconv.speculative.parity import DraftReport
 
 Loader = Callable[[Any, Any], Any]
 DECODED = 4  # tokens that the `cached` run decodes one by one
@@ -53,7 +55,7 @@ def check(
     reference_dtype: str = "float64",
     python: str | Path | None = None,
     **live: Any,
-) -> Report:
+) -> Report | DraftReport:
     """Compare a checkpoint (native or published layout) with a golden file, or with a reference that is run for it.
 
     Args:
@@ -70,7 +72,10 @@ def check(
     Raises KconvError for bad input, EnvironmentLacks when the reference cannot run here.
     """
     from kconv.loading import load
+    from kconv.speculative.parity import check_draft, is_draft_golden
 
+    if is_draft_golden(reference):
+        return check_draft(converted, reference, dtype=dtype, device=device)
     with reference_of(reference, dtype=dtype, device=device, reference_dtype=reference_dtype, python=python,
                       noise=noise, **live) as (golden, its_noise):  # fmt: skip
         model = load(converted, device=device, dtype=getattr(torch, dtype))
@@ -115,7 +120,7 @@ def reference_of(
 
 
 def compare(
-    model: nn.Module,
+    model: Any,
     golden: Golden | str | Path,
     *,
     source: Any = None,
@@ -128,6 +133,8 @@ def compare(
     golden = golden if isinstance(golden, Golden) else Golden(golden)
     dtype, device = str(model.dtype).removeprefix("torch."), str(device_of(model))
     verdict = Verdict(open_report(golden, dtype, device, noise, factor))
+    ours = getattr(model.config, "_attn_implementation", None)
+    verdict.report.attention = {"ours": ours, "reference": golden.meta.get("attention")}
     _fits(model, golden)
     run = _Comparison(model, golden, verdict)
     run.free()

@@ -26,6 +26,7 @@ from kconv.parity.limits import Limits
 from kconv.parity.measures import StateError, compare_states, plain
 from kconv.parity.trace import Trace
 
+MOST = 0.5
 OWNERS = ((".self_attn.kda", ".self_attn"), (".self_attn.attention", ".self_attn"))
 HELD = {
     "self_attn.kda": ("self_attn.A_log", "self_attn.dt_bias"),
@@ -76,9 +77,14 @@ class Expected:
 
 @dataclass
 class Layers:
-    """All compared places in order of execution, and routing that differs on the reference's own inputs."""
+    """All compared places in order of execution.
+
+    `missing` are recorded places that our side has none of; `flips` says by layer which tokens [tokens] go elsewhere although
+    that was no near-tie.
+    """
 
     points: list[Point] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     flips: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def first(self) -> Point | None:
@@ -99,6 +105,7 @@ def compare_layers(taught: Trace, golden: Golden, expected: Expected, limits: Li
     length = golden.ids.shape[1]
     for layer, gap in taught.gaps.items():
         found.flips[layer] = gap.cpu() > limits.tie
+    found.missing = [n for n in expected.order if n not in taught.points]
     for name, ours, theirs in _places(taught, golden, expected):
         if ours.shape != theirs.shape:
             raise KconvError(
@@ -187,7 +194,7 @@ def _point(name: str, state: StateError, limits: Limits, length: int, flips: dic
 def suspects(point: Point, routing: dict[int, torch.Tensor], limits: Limits) -> dict[str, Any]:
     """What else can be said of a diverging place: parameters used there without a module, and experts at fault.
 
-    An expert is suspected when tokens it served diverge and none that agrees was served by it (`routing`: layer -> ids).
+    `routing` is layer -> expert ids [tokens, top_k].
     """
     said: dict[str, Any] = {}
     for suffix, names in HELD.items():
@@ -195,7 +202,22 @@ def suspects(point: Point, routing: dict[int, torch.Tensor], limits: Limits) -> 
             prefix = point.name.removesuffix(suffix)
             said["parameters"] = [prefix + n for n in names]
     if point.name.endswith(".mlp.experts") and (chosen := routing.get(int(point.name.split(".")[1]))) is not None:
-        bad = point.state.each > min(limits.states[0], point.state.error / 2)
-        innocent = set(chosen[~bad].flatten().tolist())
-        said["experts"] = sorted(set(chosen[bad].flatten().tolist()) - innocent)
+        said["experts"] = guilty(point.state.each > limits.states[0], chosen.cpu())
     return said
+
+
+def guilty(bad: torch.Tensor, chosen: torch.Tensor) -> list[int]:
+    """The fewest experts that explain the diverging tokens: each served some, and most tokens it served diverge.
+
+    bad [tokens], chosen [tokens, top_k]; empty where no such experts are.
+    """
+    served = {int(e): (chosen == e).any(-1) for e in chosen.unique()}
+    share = {e: float(bad[tokens].double().mean()) for e, tokens in served.items()}
+    left, found = bad.clone(), list[int]()
+    while left.any():
+        best = max((e for e in served if (served[e] & left).any()), key=lambda e: share[e])
+        if share[best] < MOST:
+            return []
+        found.append(best)
+        left &= ~served[best]
+    return sorted(found)

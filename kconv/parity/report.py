@@ -29,6 +29,7 @@ class Report:
     dtype: str
     device: str
     limits: Limits
+    attention: dict[str, str | None] = field(default_factory=dict)
     runs: dict[str, Measures] = field(default_factory=dict)
     failed: list[dict[str, Any]] = field(default_factory=list)
     routing_flips: int | None = None
@@ -62,6 +63,7 @@ class Report:
             "reference": self.reference,
             "dtype": self.dtype,
             "device": self.device,
+            "attention": self.attention,
             "failed": [{**f, "value": plain(f["value"])} for f in self.failed],
             "divergence": self.divergence,
             "first_bad_token": free.first_beyond(self.limits.logits),
@@ -92,7 +94,11 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report for people, line by line."""
-        out = [f"reference  {self.reference}", f"ours       {self.dtype} on {self.device}", f"limits     {self.limits.origin}"]
+        out = [
+            f"reference  {self.reference}",
+            f"ours       {self.dtype} on {self.device}, {self.attention.get('ours')} attention",
+            f"limits     {self.limits.origin}",
+        ]
         out += [f"  {'run':10} {'tokens':>7} {'max abs':>9} {'median':>9} {'max KL':>9} {'mean KL':>9} {'top-1':>7}"]
         for name, m in self.runs.items():
             f = m.figures
