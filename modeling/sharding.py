@@ -44,4 +44,5 @@ def shard(
     for module in list(model.modules()):
         if isinstance(module, KimiK3DecoderLayer):
             fully_shard(module, mp_policy=low, **options)
-    return fully_shard(model, mp_policy=low, **options)
+    fully_shard(model, mp_policy=low, **options)
+    return model

@@ -61,6 +61,19 @@ def test_padding(side: str, sizes: list[int]) -> None:
         torch.testing.assert_close(out[row][valid], full(m, x[row : row + 1, valid])[0], **CLOSE)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_long_rows_of_uneven_length(side: str) -> None:
+    """Over many chunks: what goes wrong only after hundreds of tokens shows here."""
+    m, x = KINDS["k3"](), ids(3, 530)
+    lengths, mask = (530, 301, 65), torch.zeros(3, 530, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, slice(530 - length, None) if side == "left" else slice(0, length)] = 1
+    out = steps(m, x, [512, 18], mask)
+    for row in range(3):
+        valid = mask[row].bool()
+        torch.testing.assert_close(out[row][valid], full(m, x[row : row + 1, valid])[0], **CLOSE)
+
+
 def greedy(m: Any, x: torch.Tensor, count: int) -> torch.Tensor:
     for _ in range(count):
         x = torch.cat([x, full(m, x)[:, -1:].argmax(-1)], 1)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from kconv.kernels.mxfp4 import decode
 from kconv.modeling import KimiK3TextConfig
+from kconv.modeling import experts as experts_module
 from kconv.modeling.experts import KimiExperts
 from kconv.modeling.moe import KimiMoE
 from kconv.modeling.router import KimiRouter
@@ -124,6 +125,22 @@ def test_packed_equals_its_decoded_matrices() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         x = torch.randn(20, 32).to(dtype)
         assert torch.equal(packed.to(dtype)(x, indices, weights), plain.to(dtype)(x, indices, weights)), dtype
+
+
+@pytest.mark.parametrize("experts_format", ["bf16", "packed"])
+def test_grouped_products_equal_the_loop(monkeypatch: pytest.MonkeyPatch, experts_format: str) -> None:
+    """The path of bf16 on CUDA, whose grouped product torch also has on the CPU; packed experts two at a time."""
+    experts: KimiExperts = seeded(KimiExperts(config(experts_format=experts_format), 6)).to(torch.bfloat16)
+    x, weights = torch.randn(20, 32).bfloat16().requires_grad_(experts_format == "bf16"), torch.rand(20, 2)
+    indices = torch.stack([torch.randperm(5)[:2] for _ in range(20)])
+    results = []
+    for grouped in (False, True):
+        monkeypatch.setattr(experts_module, "_can_group", lambda x, inter, grouped=grouped: grouped)
+        monkeypatch.setattr(experts_module, "DECODE_AT_ONCE", 2)
+        y = experts(x, indices, weights)
+        results.append([y, *(torch.autograd.grad(y.sum(), x) if x.requires_grad else ())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
 
 
 def test_gradient_flows_through_packed_experts() -> None:
