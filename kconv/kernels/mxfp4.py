@@ -40,16 +40,20 @@ def decode(
     group = group_of(packed, scale)
     if dtype not in DTYPES:
         raise KconvError(f"MXFP4 decodes to bf16, fp16, fp32 or fp64, not {dtype}")
-    if check:
-        check_scales(packed, scale, dtype)
     values = lend(out, (*packed.shape[:-1], packed.shape[-1] * 2), dtype, packed.device)
     if not values.numel():
         return values
+
+    def refuse() -> None:
+        if check:
+            check_scales(packed, scale, dtype)
+
     target = values if viewable(values, 2 * dtype.itemsize) else torch.empty_like(values, memory_format=_DENSE)
     flat = target.view(-1, group)
     codes, scales = packed.reshape(-1, group // 2), scale.reshape(-1)
     compiled = backend.compiled("mxfp4", packed.device.type)
-    if compiled is None or not compiled.decode(codes, scales, flat):
+    if compiled is None or not compiled.decode(codes, scales, flat, refuse):
+        refuse()
         _decode(codes, scales, flat)
     return values if target is values else values.copy_(target)
 

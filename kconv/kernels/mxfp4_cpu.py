@@ -6,6 +6,8 @@ the bits base, code 0 none, with base the exponent field of half the scale. Othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,10 +19,11 @@ _FORM = {torch.bfloat16: (7, 127, 254), torch.float16: (10, 15, 30), torch.float
 """Mantissa bits, bias and largest exponent field of a finite number."""
 
 
-def decode(packed: Tensor, scale: Tensor, out: Tensor) -> bool:
-    """Packed [G, g/2] and scale [G] into out [G, g]; false for a dtype that only plain torch knows."""
+def decode(packed: Tensor, scale: Tensor, out: Tensor, check: Callable[[], None]) -> bool:
+    """Packed [G, g/2] and scale [G] into out [G, g], once `check` let the scales pass; false for a dtype not known here."""
     if out.dtype not in _FORM:
         return False
+    check()
     mantissa, bias, top = _FORM[out.dtype]
     low, high = 129 - bias, top - 3 + 128 - bias
     table = e2m1.pair_table(out.dtype, out.device)

@@ -165,7 +165,7 @@ def tune() -> list[dict]:
 
     case = cases(64 * 6144, 3584, torch.device("cuda"))[1]
     results = []
-    for block in (256, 512, 1024, 2048):
+    for block in (128, 256, 512, 1024):
         for warps in (2, 4, 8):
             mxfp4_gpu._BLOCK, mxfp4_gpu._WARPS = block, warps
             rate = case.bytes_out / seconds(case.run, 0.3, torch.cuda.synchronize)
