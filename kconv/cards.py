@@ -4,7 +4,7 @@
 |---|---|
 | `id`, `title`, `repo`, `revision`, `licence`, `family`, `model_type` | which checkpoint |
 | `tensors`, `bytes`, `shards`, `dtypes` | totals; `Card.problems` holds the expansion against them |
-| `layout` | groups of names with dtype, shape and shard; one row stands for a tensor in every copy of its group |
+| `layout` | groups of names with dtype, shape and (if known) shard; one row stands for a tensor in every copy of its group |
 | `shape` | options of `kconv tiny FAMILY` that make a config of this size |
 """
 
@@ -59,7 +59,7 @@ class Card:
             for values in itertools.product(*(self._domain(i) for i in indices)):
                 prefix = group["prefix"].format_map(dict(zip(indices, values, strict=True)))
                 layer = values[0] if group.get("per_layer") else None
-                file = self.file_name(group["file"] + (layer or 0))
+                file = self.file_name(group["file"] + (layer or 0)) if "file" in group else ""
                 for name, spec in rows:
                     yield Placed(prefix + name, spec, file, layer)
 
@@ -86,6 +86,8 @@ class Card:
             "shards": len({t.file for t in tensors}),
             "dtypes": dict(Counter(t.spec.dtype for t in tensors)),
         }
+        if any(not t.file for t in tensors):
+            del made["shards"]  # which tensor lies in which shard is not recorded
         return found + [f"{k}: {self.data[k]}, its layout makes {v}" for k, v in made.items() if self.data[k] != v]
 
     def _domain(self, name: str) -> tuple[int, ...]:
