@@ -72,9 +72,9 @@ def check(
     Raises KconvError for bad input, EnvironmentLacks when the reference cannot run here.
     """
     from kconv.loading import load
-    from kconv.speculative.parity import check_draft, is_draft_golden
+    from kconv.speculative.parity import check_draft, concerns_draft
 
-    if is_draft_golden(reference):
+    if concerns_draft(converted, reference):
         return check_draft(converted, reference, dtype=dtype, device=device)
     with reference_of(reference, dtype=dtype, device=device, reference_dtype=reference_dtype, python=python,
                       noise=noise, **live) as (golden, its_noise):  # fmt: skip
