@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def train(model: torch.nn.Module, steps: int, rate: float, loss_of: Callable[[in
 def train_target(size: Size, language: Language, device: str) -> tuple[Any, float]:
     """The target, trained on the language, and its final loss."""
     torch.manual_seed(0)
-    model: Any = KimiK3ForCausalLM(target_config(size)).to(device).train()
+    model: Any = KimiK3ForCausalLM(target_config(size))
+    model.to(device).train()
     g = torch.Generator().manual_seed(1)
 
     def loss_of(step: int) -> Tensor:
@@ -125,7 +127,7 @@ def train_target(size: Size, language: Language, device: str) -> tuple[Any, floa
     return model.eval().requires_grad_(False), final
 
 
-def make_draft(family: str, target: Any, device: str) -> Any:
+def make_draft(family: str, target: Any) -> Any:
     """An untrained draft for the target.
 
     `dflash` is grouped-query attention with rotary positions (z-lab, modal), `k3-dflash` NeMo's NoPE MLA, `dspark` rotated MLA
@@ -136,10 +138,10 @@ def make_draft(family: str, target: Any, device: str) -> Any:
     taps, mask = sorted({1, depth // 2, depth - 2}), config.vocab_size - 1
     if family == "k3-dflash":
         nested = {"mask_token_id": mask, "target_layer_ids": taps}
-        made: Any = build_kimi_k3_dflash_draft_config(
+        made = build_kimi_k3_dflash_draft_config(
             config, num_draft_layers=2, num_target_layers=depth, block_size=BLOCK, dflash_config=nested, capture_stream="attn_res"
         )
-        return KimiK3DFlashDraftModel(made).to(device)
+        return KimiK3DFlashDraftModel(made)
     shared: dict[str, Any] = {
         k: getattr(config, k) for k in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     }
@@ -149,13 +151,11 @@ def make_draft(family: str, target: Any, device: str) -> Any:
         "initializer_range": config.initializer_range,
     }  # fmt: skip
     if family == "dflash":
-        return DFlashDraftModel(DFlashConfig(**shared, num_key_value_heads=config.num_attention_heads // 2, block_size=BLOCK)).to(
-            device
-        )
+        return DFlashDraftModel(DFlashConfig(**shared, num_key_value_heads=config.num_attention_heads // 2, block_size=BLOCK))
     widths = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     mla: dict[str, Any] = {k: getattr(config, k) for k in widths}
-    made = DSparkConfig(**shared, **mla, attention_mode="mla", rope_interleave=True, block_size=BLOCK - 1, markov_rank=32)
-    return DSparkDraftModel(made).to(device)
+    dspark = DSparkConfig(**shared, **mla, attention_mode="mla", rope_interleave=True, block_size=BLOCK - 1, markov_rank=32)
+    return DSparkDraftModel(dspark)
 
 
 def draft_loss(draft: Any, target: Any, ids: Tensor, generator: torch.Generator) -> Tensor:
@@ -226,8 +226,8 @@ def measure(target: Any, draft: Any, language: Language, device: str, prompts: i
     kept = torch.zeros(2, draft.config.num_draft_tokens)
     for i in range(-1, prompts):  # the first round warms up and is not counted
         row = rows[max(i, 0)][None]
-        plain, without = timed(device, lambda row=row: plain_generate(target, row, tokens))
-        helped, within = timed(device, lambda row=row: speculative_generate(target, draft, row, tokens))
+        plain, without = timed(device, partial(plain_generate, target, row, tokens))
+        helped, within = timed(device, partial(speculative_generate, target, draft, row, tokens))
         same = same and torch.equal(plain.tokens, helped.tokens)
         if i < 0:
             continue
@@ -250,7 +250,7 @@ def bench(family: str, size: Size, device: str = "cpu", prompts: int = 6, tokens
     """Train target and draft, measure, and return the report."""
     language = Language(size.vocab)
     target, target_loss = train_target(size, language, device)
-    draft = make_draft(family, target, device)
+    draft = make_draft(family, target).to(device)
     owned = {id(p) for p in draft.parameters()}
     assert not owned & {id(p) for p in target.parameters()}, "the draft holds parameters of the target"
     before = measure(target, draft.eval(), language, device, 1, tokens)
