@@ -3,6 +3,7 @@
 | model_type of config.json | family | adapter |
 |---|---|---|
 | kimi_k3, kimi_linear, kimi_k3_text | Kimi K3, Kimi-Linear | `kconv.adapters.k3` |
+| kimi_k2, kimi_k25, deepseek_v3 | Kimi K2, K2-Thinking, K2.5 and later | `kconv.adapters.k2` |
 | a draft's, published or native, whatever its model_type | DFlash, DFlash2, DSpark, Eagle3 | `kconv.adapters.drafts.adapter` |
 
 An adapter module has `layouts(checkpoint, options) -> Layouts` and `describe(checkpoint) -> dict`; it does no I/O.
@@ -23,6 +24,9 @@ ADAPTERS: dict[str, str] = {
     "kimi_k3": "kconv.adapters.k3",
     "kimi_linear": "kconv.adapters.k3",
     "kimi_k3_text": "kconv.adapters.k3",
+    "kimi_k2": "kconv.adapters.k2",
+    "kimi_k25": "kconv.adapters.k2",
+    "deepseek_v3": "kconv.adapters.k2",
 }
 TARGETS = ("native", "hf", "hf-text")
 EXPERTS = ("packed", "bf16", "fp16", "fp32")
