@@ -8,7 +8,8 @@
 | `proposers` | how each family drafts |
 | `decoding` | `speculative_generate`, `plain_generate` |
 | `loading` | `load_draft`: a draft directory, published or native, as a module |
-| `review` | what is doubtful about a draft's configuration |
+| `findings` | `review`: what is doubtful about a draft's configuration |
+| `parity` | a draft against a golden file |
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LAZY = {
     "load_draft": "loading",
     "plain_generate": "decoding",
     "speculative_generate": "decoding",
-    "review": "review",
+    "review": "findings",
 }
 
 __all__ = ["capture_hidden", "load_draft", "plain_generate", "review", "speculative_generate"]

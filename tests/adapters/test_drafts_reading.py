@@ -13,7 +13,7 @@ from kconv.adapters.drafts.dialects import dialect_of
 from kconv.adapters.drafts.reading import declare, read_draft_config
 from kconv.errors import KconvError, Problems
 from kconv.modeling.drafts import config_class
-from kconv.speculative.review import copied_tables, review
+from kconv.speculative.findings import copied_tables, review
 from kconv.synthesis.drafts import KINDS
 from kconv.synthesis.families import synthesize
 from tests.modeling import tiny

@@ -15,6 +15,7 @@ from kconv.modeling.draft_config import DraftConfig
 from kconv.modeling.draft_mask import block_mask, decode_mask
 from kconv.modeling.draft_rope import Rope, default_attention_factor, mscale
 from kconv.modeling.dspark import DSparkConfig
+from kconv.speculative import review
 
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -190,6 +191,24 @@ def test_the_mask_of_a_narrow_window() -> None:
     assert seen is not None
     expected = [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
     assert (seen[0, 0] == 0).long().tolist() == expected
+
+
+@torch.no_grad()
+def test_without_positions_and_causality_all_mask_positions_are_one() -> None:
+    """Kimi K3's NoPE in a bidirectional block leaves nothing to tell its mask positions apart: one proposal for all of them."""
+
+    def spread(model: Any) -> float:
+        cache = model.new_cache()
+        model.materialize(torch.randn(1, 6, 96, dtype=torch.float64), cache)
+        anchor, mask = torch.randn(1, 1, 48, dtype=torch.float64), torch.randn(1, 1, 48, dtype=torch.float64)
+        masks = model.forward_block(torch.cat([anchor, mask.expand(-1, 3, -1)], 1), cache)[:, 1:]
+        return float((masks - masks[:, :1]).abs().max())
+
+    assert spread(k3()) < 1e-12
+    assert any("same hidden state" in line for line in review(k3().config))
+    for model in (k3(layer_is_causal=[True, False]), gqa()):
+        assert spread(model) > 1e-3
+        assert not any("same hidden state" in line for line in review(model.config))
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@
 | what the checkpoint leaves open | block size, meaning of the layer ids, capture stream on Kimi K3 |
 | YaRN | the amplitude recorded differs from what runtimes without `attention_factor` support take |
 | causality | sliding layers whose causality differs between runtimes when unstated |
+| order | neither positions nor causality: all mask positions of a block are the same to the draft |
 | copied tables | embedding or head in the file; equal to the target's or not, by value |
 """
 
@@ -20,6 +21,7 @@ from kconv.modeling.draft_config import DraftConfig
 from kconv.modeling.draft_rope import mscale
 from kconv.speculative.capture import tap_findings
 
+PLAIN = ("dflash", "dflash_kimi_k25", "kimi_k3_dflash")  # nothing but attention tells their positions apart
 PLACEHOLDER = "media_placeholder_token_id"
 
 
@@ -31,6 +33,7 @@ def review(config: DraftConfig, target_config: Any = None) -> list[str]:
         *_open(config, target_config),
         *_rope(config),
         *_causality(config),
+        *_order(config),
     ]
 
 
@@ -106,6 +109,16 @@ def _causality(config: DraftConfig) -> list[str]:
     if not sliding or any(config.causal_layers):
         return []
     return ["sliding layers are bidirectional in the block: write is_causal false, or vLLM and SGLang run them causally"]
+
+
+def _order(config: DraftConfig) -> list[str]:
+    alike = config.model_type in PLAIN and config.rope is None and not any(config.causal_layers)
+    if not alike or config.block_size is None or config.num_draft_tokens < 2:
+        return []
+    return [
+        f"without positions and without causality the {config.num_draft_tokens} mask positions of a block get the same hidden "
+        "state, so that the draft can only propose one token for all of them"
+    ]
 
 
 def copied_tables(draft: Any, target: Any) -> dict[str, bool]:
