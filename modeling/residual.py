@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from kconv.modeling.dtypes import widen
-from kconv.modeling.norm import KimiRMSNorm, rms
+from kconv.modeling.norm import KimiRMSNorm
 
 
 def mix(prefix: torch.Tensor, blocks: Sequence[torch.Tensor], norm: KimiRMSNorm, proj: nn.Linear) -> torch.Tensor:
     """Mixture of `blocks` and `prefix`, each [batch, length, hidden]; returns the same shape in `prefix`'s dtype.
 
-    Sources are weighed one by one: a stack of nine wide copies of the hidden states would be the layer's largest tensor.
+    Nothing is stacked: nine hidden states side by side would be the layer's largest tensor.
     """
-    sources = (*blocks, prefix)
+    sources = [widen(s) for s in (*blocks, prefix)]
     direction = widen(norm.weight) * widen(proj.weight[0])
-    scores = torch.stack([(rms(s, norm.eps) * direction).sum(-1) for s in sources], dim=-1)
-    weights = scores.softmax(dim=-1)
-    total = widen(sources[0]) * weights[..., 0:1]
+    scores = [(s * direction).sum(-1) * torch.rsqrt(s.square().mean(-1) + norm.eps) for s in sources]
+    weights = torch.stack(scores, dim=-1).softmax(dim=-1)
+    total = sources[0] * weights[..., 0:1]
     for i, source in enumerate(sources[1:], 1):
-        total = total + widen(source) * weights[..., i : i + 1]
+        total = total + source * weights[..., i : i + 1]
     return total.to(prefix.dtype)
