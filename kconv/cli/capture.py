@@ -41,6 +41,7 @@ def reference_options(function: Any) -> Any:
 @click.option("--dtype", type=click.Choice(DTYPES), default="float64", show_default=True, help="Precision of the answers.")
 @click.option("--also", default="float32", show_default=True, help="Lower precisions to run as well, by commas.")
 @click.option("--device", default="cpu", show_default=True, help="Where the reference runs.")
+@click.option("--overwrite", is_flag=True, help="Replace a golden file that is there.")
 @reference_options
 def command(ref: str, out: str, also: str, reference_python: str | None, **how: Any) -> Outcome:
     """Run the reference in REF and write what it computed to the golden file OUT."""

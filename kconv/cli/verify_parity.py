@@ -33,6 +33,7 @@ def command(converted: str, reference: str, streamed: bool, reference_python: st
     Exit code 0 when it passes, 1 when it does not, 2 for bad input, 3 when the reference cannot run here.
     """
     from kconv import parity
+    from kconv.evidence import subject
 
     report = (parity.streamed if streamed else parity.check)(converted, reference, python=reference_python, **how)
 
@@ -40,4 +41,5 @@ def command(converted: str, reference: str, streamed: bool, reference_python: st
         for line in report.lines():
             console.print(line, markup=False, style="bold" if line.startswith("verdict") else None)
 
-    return Outcome(report.data(), ok=report.passed, show=show)
+    # `subject` ties the result to the folder's files: `kconv publish --require verified` reads it.
+    return Outcome({**report.data(), "subject": subject(converted)}, ok=report.passed, show=show)

@@ -39,6 +39,7 @@ def capture(
     tokens: int = 512,
     batch: int = 2,
     seed: int = 0,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Run the reference in `ref` and write a golden file; returns what the script says it did.
 
@@ -52,6 +53,7 @@ def capture(
         modules: module outputs to keep: `none`, `full` or `sketch:K`.
         ids, text: inputs: JSON rows of ids or a safetensors file; a text file through the checkpoint's tokenizer.
         tokens, batch, seed: seeded random inputs where neither is given; `tokens` also cuts longer texts.
+        overwrite: replace a golden file that is there.
 
     Raises KconvError for what the reference refuses, EnvironmentLacks for what its environment lacks.
     """
@@ -60,6 +62,8 @@ def capture(
     target = Path(out)
     if target.is_dir() or target.suffix != ".safetensors":
         target = target / "golden.safetensors"
+    if target.exists() and not overwrite:
+        raise KconvError(f"{target} is there already", hint="--overwrite replaces it")
     argv = [str(Path(ref)), str(target), "--dtype", dtype, "--also", ",".join(also), "--device", device, "--modules", modules]
     argv += ["--tokens", str(tokens), "--batch", str(batch), "--seed", str(seed)]
     for flag, value in (("--ids", ids), ("--text", text), ("--code", code), ("--operators", operators)):

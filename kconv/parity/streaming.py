@@ -103,6 +103,12 @@ def streamed(
 
     Inputs for a second checkpoint: `ids`, or seeded random ones (`tokens`, `batch`, `seed`).
     """
+    foreign = [k for k in ("trust_remote_code", "code", "python", "operators", "text") if how.get(k)]
+    if foreign:
+        raise KconvError(
+            f"a streamed reference is a golden file, or a checkpoint that kconv runs itself: {', '.join(foreign)} has no effect",
+            hint="capture the reference first: `kconv capture REF golden.safetensors ...`",
+        )
 
     def load(path: Any, **options: Any) -> Any:
         model = load_streamed(path, device=device, dtype=getattr(torch, dtype), **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -57,6 +58,7 @@ def test_the_contract_of_the_json(made: Path) -> None:
     assert data["first_divergence"] is None
     assert data["nan"] is False
     assert set(data["worst_token"]) == {"row", "position", "abs", "kl"}
+    assert data["subject"] == hashlib.sha256((made / "kconv.json").read_bytes()).hexdigest()
 
 
 def test_the_default_precision_is_float32_and_said(made: Path) -> None:
@@ -142,6 +144,7 @@ def test_the_failure_is_told_to_people(out: Path) -> None:
         ((golden(LONG), "--noise", golden(TINY)), "other tokens"),
         ((golden(CALM), "--dtype", "bfloat16"), "own noise"),
         ((TINY,), "--trust-remote-code"),
+        ((TINY, "--streamed", "--trust-remote-code"), "kconv capture"),
     ],
 )
 def test_bad_input_is_exit_code_2_without_a_traceback(args: tuple[Any, ...], said: str, made: Path) -> None:
@@ -171,6 +174,9 @@ def test_capture_writes_a_golden_file_and_says_so(tmp_path: Path) -> None:
     data = json.loads(out)
     assert data["golden"] == str(tmp_path / "new" / "golden.safetensors")
     assert Path(data["golden"]).exists()
+    code, _, err = run("capture", tmp_path / "kl", tmp_path / "new")
+    assert code == 2
+    assert "--overwrite" in err
     code, _, err = run("capture", TINY, tmp_path / "x.safetensors")
     assert code == 2
     assert "--trust-remote-code" in err
