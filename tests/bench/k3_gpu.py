@@ -187,10 +187,14 @@ def cache(report: Report) -> list[dict[str, Any]]:
             whole, state = model(x, use_cache=False).logits, KimiK3Cache(model.config)
             parts = [model(part, cache=state).logits for part in x.split([60, *[1] * 10], dim=1)]
             padded = model(x, attention_mask=mask).logits[1, 19:]
+            state, pieces = KimiK3Cache(model.config), []
+            for a, b in ((0, 10), (10, 40), (40, 70)):  # the second row begins with a piece of nothing but padding
+                pieces.append(model(x[:, a:b], attention_mask=mask[:, :b], cache=state).logits)
             alone = model(x[1:, 19:], use_cache=False).logits[0]
             tokens = model.generate(x[:, :40], max_new_tokens=12, do_sample=False, eos_token_id=None)
             again = model.generate(x[:, :40], max_new_tokens=12, do_sample=False, eos_token_id=None, use_cache=False)
         row = {"cached": relative(torch.cat(parts, 1), whole), "padded": relative(padded, alone)}
+        row["padded in pieces"] = relative(torch.cat(pieces, 1)[1, 19:], alone)
         same = (tokens == again).double().mean().item()
         rows.append({"dtype": precision, **row, "generated tokens equal to uncached": same})
         report.say(str(rows[-1]))
