@@ -1,6 +1,6 @@
 """Is a `kconv.json` of the form that kconv writes: checked once where it is read, so that nobody else has to doubt it.
 
-| key | must be |
+| key, where it is there | must be |
 |---|---|
 | source, source.config, facts, options, files | objects |
 | plan_digest, from, to | texts |
@@ -41,13 +41,14 @@ def _wrong(manifest: dict[str, Any]) -> Iterator[str]:
     for path, kind in KINDS.items():
         value: Any = manifest
         for key in path:
-            value = value.get(key)
+            value = value.get(key, kind())
         if not isinstance(value, kind):
             yield f"{'.'.join(path)} is {value!r}, expected {WORDS[kind]}"
             return
-    for name, known in manifest["files"].items():
+    for name, known in manifest.get("files", {}).items():
         if not isinstance(known, dict) or type(known.get("size")) is not int:
             yield f"files.{name} has no size"
-    unknown = sorted(set(manifest["options"]) - {f.name for f in fields(Options)})
-    if unknown or not isinstance(manifest["options"].get("to"), str):
+    options = manifest.get("options", {})
+    unknown = sorted(set(options) - {f.name for f in fields(Options)})
+    if unknown or not isinstance(options.get("to", ""), str):
         yield f"options are {', '.join(unknown) or 'without a target'}, which no conversion has"

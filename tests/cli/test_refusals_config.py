@@ -204,9 +204,9 @@ def planned(checkpoint: Checkpoint, target: str) -> bool:
 
 def test_manifest_of_another_program(tmp_path: Path) -> None:
     src = small_k3().write(tmp_path / "src")
-    (src / "kconv.json").write_text('{"version": 1}')
+    (src / "kconv.json").write_text('{"version": 1, "source": "somewhere"}')
     message = refused(src, tmp_path / "out")
-    assert f"{src}/kconv.json is not as kconv wrote it: source is None, expected an object" in message
+    assert f"{src}/kconv.json is not as kconv wrote it: source is 'somewhere', expected an object" in message
     assert "remove it if it is another program's" in message
 
 
@@ -214,6 +214,6 @@ def test_native_checkpoint_without_its_manifest_has_no_published_config(tmp_path
     done("convert", small_k3().write(tmp_path / "src"), tmp_path / "native")
     (tmp_path / "native" / "kconv.json").unlink()
     message = refused(tmp_path / "native", tmp_path / "out", "--to", "hf")
-    assert "native has no kconv.json, so its published config is not known" in message
+    assert "native has no kconv.json of a conversion, so its published config is not known" in message
     assert "or use --to hf-text" in message
     assert done("convert", tmp_path / "native", tmp_path / "text", "--to", "hf-text")["grade"] == "exact"
