@@ -12,6 +12,8 @@ bf16 holds all products of scale bytes 0 to 252 (0.5 * 2^-127 is a bf16 subnorma
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -43,17 +45,14 @@ def decode(
     values = lend(out, (*packed.shape[:-1], packed.shape[-1] * 2), dtype, packed.device)
     if not values.numel():
         return values
-
-    def refuse() -> None:
-        if check:
-            check_scales(packed, scale, dtype)
-
+    refuse = partial(check_scales, packed, scale, dtype) if check else None
     target = values if viewable(values, 2 * dtype.itemsize) else torch.empty_like(values, memory_format=_DENSE)
     flat = target.view(-1, group)
     codes, scales = packed.reshape(-1, group // 2), scale.reshape(-1)
     compiled = backend.compiled("mxfp4", packed.device.type)
     if compiled is None or not compiled.decode(codes, scales, flat, refuse):
-        refuse()
+        if refuse:
+            refuse()
         _decode(codes, scales, flat)
     return values if target is values else values.copy_(target)
 

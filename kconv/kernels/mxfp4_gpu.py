@@ -25,11 +25,11 @@ _WARPS = 4
 _ENCODE_BLOCK = 1024
 
 
-def decode(packed: Tensor, scale: Tensor, out: Tensor, check: Callable[[], None]) -> bool:
-    """Packed [G, g/2] and scale [G] into out [G, g]; false for a dtype that only plain torch knows. Waits for the device.
+def decode(packed: Tensor, scale: Tensor, out: Tensor, check: Callable[[], None] | None) -> bool:
+    """Packed [G, g/2] and scale [G] into out [G, g]; false for a dtype that only plain torch knows.
 
-    The first pass takes every scale for a usual one and says whether that was so; if not, `check` may refuse the scales,
-    and a second pass takes the others from a table.
+    With `check` it waits for the device: the first pass takes every scale for a usual one and says whether that was so;
+    if not, `check` may refuse the scales, and a second pass takes the others from a table. Without, there is that pass only.
     """
     if out.dtype == torch.float64:
         return False
@@ -38,13 +38,13 @@ def decode(packed: Tensor, scale: Tensor, out: Tensor, check: Callable[[], None]
     lanes = 4 if packed.shape[1] % 4 == 0 and viewable(packed, 4) else 1
     source = packed.view(torch.int32) if lanes == 4 else packed
     unusual = torch.zeros(1, dtype=torch.int32, device=out.device)
-    for rare in (False, True):
+    for rare in (False, True) if check else (True,):
         _decode[(triton.cdiv(source.numel(), _BLOCK),)](
             source, scale, out.view(table.dtype), table, unusual, source.numel(),
             LOW=low, HIGH=min(high, _HIGHEST), WIDTH=packed.shape[1] // lanes, WIDE=out.dtype == torch.float32,
             HALF=out.dtype == torch.float16, RARE=rare, LANES=lanes, BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
-        if rare or not int(unusual):
+        if check is None or rare or not int(unusual):
             return True
         check()
     raise AssertionError
@@ -62,6 +62,14 @@ def encode(values: Tensor, scale: Tensor, out: Tensor) -> bool:
 
 
 @triton.jit
+def _scales_of(scale, start, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the scales of elements start + k lie; whole groups in a program let the compiler see which of them are one."""
+    if BLOCK % WIDTH == 0:
+        return scale + start // WIDTH + k // WIDTH
+    return scale + start // WIDTH + ((start % WIDTH).to(tl.int32) + k) // WIDTH
+
+
+@triton.jit
 def _decode(
     packed, scale, out, table, unusual, n,
     LOW: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, RARE: tl.constexpr,
@@ -69,12 +77,11 @@ def _decode(
 ):  # fmt: skip
     # Only the program's start is 64-bit: with 64-bit offsets in every thread the kernel is bound by integer arithmetic.
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    group, within = start // WIDTH, (start % WIDTH).to(tl.int32)
     k = tl.arange(0, BLOCK)
     live = k < (n - start)
     lane = tl.arange(0, LANES)[None, :]
     b = (tl.load(packed + start + k, live, other=0).to(tl.int32)[:, None] >> (8 * lane)) & 255
-    s = tl.load(scale + group + (within + k) // WIDTH, live, other=LOW).to(tl.int32)
+    s = tl.load(_scales_of(scale, start, k, WIDTH, BLOCK), live, other=LOW).to(tl.int32)
     factor = ((s + 126) << 23).to(tl.float32, bitcast=True)[:, None]
     spread = b * 0x40040  # magnitude of the even code at bit 6, of the odd one at bit 22; signs at bits 9 and 25
     even = (((spread << 16) & 0x01C00000).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
@@ -101,11 +108,10 @@ def _decode(
 @triton.jit
 def _encode(pairs, scale, out, table, wrong, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    group, within = start // WIDTH, (start % WIDTH).to(tl.int32)
     j = tl.arange(0, BLOCK)
     live = j < (n - start)
     w = tl.load(pairs + start + j, live, other=0)
-    s = tl.load(scale + group + (within + j) // WIDTH, live, other=127).to(tl.int32)
+    s = tl.load(_scales_of(scale, start, j, WIDTH, BLOCK), live, other=127).to(tl.int32)
     base = (s - 1) << 7
     m = w & 0x7FFF
     k = (w >> 16) & 0x7FFF
