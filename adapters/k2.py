@@ -190,6 +190,8 @@ class _Rules:
 
 def _refuse(source: K2Source, options: Options) -> None:
     """Options that this family cannot honour."""
+    if options.to not in ("native", "hf", "hf-text"):
+        raise KconvError(f"--to {options.to}: Kimi K2 has no such layout", hint="there are native, hf and hf-text")
     if options.vision == "keep" and (not source.vision or options.to == "hf-text"):
         why = "hf-text is text-only" if source.vision else "the source holds no vision tensors"
         raise KconvError(f"--vision keep: {why}", hint="leave the option out, or use --to hf for the whole checkpoint")

@@ -24,6 +24,7 @@ from kconv.names import folded
 from kconv.plans import Plan
 
 FORMAT = 1
+OURS = ("native", "nemo")  # layouts that kconv made, whose source is what the way back leads to
 SEAL = "sha256"
 
 
@@ -32,7 +33,8 @@ def build(plan: Plan, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     source, layouts = plan.source, plan.layouts
     where = source.where if source.where.startswith("hf://") else Path(source.where).resolve().name
     earlier = (source.manifest or {}).get("source")
-    origin = earlier if plan.backward and earlier else {
+    ours = plan.backward or layouts.source_layout in OURS
+    origin = earlier if ours and earlier else {
         "name": where,
         "revision": getattr(source.files, "revision", None),
         "config": source.config,

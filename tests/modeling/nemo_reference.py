@@ -17,13 +17,12 @@ from safetensors.torch import load_file, save_file
 STALE = ("quantization_config", "auto_map", "dtype", "architectures", "model_type")
 
 
-def nemo_model(folder: Path, dtype: torch.dtype, device: str = "cpu", experts: str = "torch_mm") -> Any:
-    """NeMo's KimiK3ForCausalLM with the checkpoint's weights in `dtype`; its fp32 parameters stay fp32."""
+def empty_model(text: dict[str, Any], dtype: torch.dtype, device: str = "cpu", experts: str = "torch_mm") -> Any:
+    """NeMo's KimiK3ForCausalLM of a text config, in `dtype`."""
     from nemo_automodel.components.models.common import BackendConfig
     from nemo_automodel.components.models.kimi_k3.config import KimiK3TextConfig
     from nemo_automodel.components.models.kimi_k3.model import KimiK3ForCausalLM
 
-    text = json.loads((folder / "config.json").read_text())["text_config"]
     config = KimiK3TextConfig(**{k: v for k, v in text.items() if k not in STALE}, torch_dtype=dtype)
     if device == "cpu":
         config.kda_mode, config.kda_use_fused_gate = "fused_recurrent", False
@@ -36,7 +35,12 @@ def nemo_model(folder: Path, dtype: torch.dtype, device: str = "cpu", experts: s
         experts=experts,
         enable_hf_state_dict_adapter=True,
     )
-    model = KimiK3ForCausalLM(config, backend=backend)
+    return KimiK3ForCausalLM(config, backend=backend)
+
+
+def nemo_model(folder: Path, dtype: torch.dtype, device: str = "cpu", experts: str = "torch_mm") -> Any:
+    """The same with a published checkpoint's weights, by NeMo's own adapter; its fp32 parameters stay fp32."""
+    model = empty_model(json.loads((folder / "config.json").read_text())["text_config"], dtype, device, experts)
     model.state_dict_adapter.dtype = torch.float32
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("model-*.safetensors")):
@@ -53,12 +57,17 @@ def nemo_model(folder: Path, dtype: torch.dtype, device: str = "cpu", experts: s
     return model.to(device).eval()
 
 
-def main() -> None:
+def no_autotuning() -> None:
+    """Triton's autotuner takes the first configuration instead of looking for a GPU to time them on."""
     import triton.runtime.autotuner as autotuner
 
     constant = [1.0, 1.0, 1.0]
     autotuner.Autotuner._bench = lambda self, *a, config=None, **k: constant
     autotuner.Autotuner.do_bench = property(lambda self: lambda fn, quantiles=None: constant)
+
+
+def main() -> None:
+    no_autotuning()
     folder, ids_file, out = (Path(a) for a in sys.argv[1:4])
     inputs = load_file(ids_file)
     model = nemo_model(folder, torch.float32)
