@@ -228,10 +228,14 @@ def open_files(source: str | os.PathLike[str]) -> Files:
 
         return HubFiles(text)
     path = Path(source)
-    if not path.exists():
+    try:
+        there, is_file = path.exists(), path.is_file()
+    except OSError as e:
+        raise KconvError(f"cannot read {text}: {e.strerror}", hint="check its permissions and the disk") from e
+    if not there:
         owner_name = re.fullmatch(r"[\w.-]+/[\w.-]+", text)
         on_hub = f"; hf://{text} for the one on the Hub" if owner_name else ", or hf://owner/name"
         raise KconvError(f"{text}: no such file or folder", hint="give a folder or a .safetensors file" + on_hub)
-    if path.is_file() and path.suffix != ".safetensors":
+    if is_file and path.suffix != ".safetensors":
         raise KconvError(f"{text} is not a .safetensors file", hint="pickle files are never opened; convert them first")
     return LocalFiles(path)

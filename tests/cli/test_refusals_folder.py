@@ -182,11 +182,12 @@ def test_folder_that_may_not_be_listed(mode: int, src: Path, tmp_path: Path) -> 
 
 
 def test_unreadable_is_not_taken_for_absent(src: Path, tmp_path: Path) -> None:
-    src.chmod(0)
-    result = run_bound("inspect", src, "--json")
-    src.chmod(0o755)
-    assert result.returncode == 2
-    assert "Permission denied" in json.loads(result.stdout)["error"]["message"]
+    for closed, said in ((src, "cannot list"), (src.parent, "cannot read")):
+        closed.chmod(0)
+        result = run_bound("inspect", src, "--json")
+        closed.chmod(0o755)
+        assert result.returncode == 2
+        assert json.loads(result.stdout)["error"]["message"].startswith(f"{said} {src}: Permission denied")
 
 
 def test_shard_that_shrinks_while_it_is_read(src: Path, tmp_path: Path) -> None:
