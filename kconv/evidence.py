@@ -5,9 +5,9 @@ of every other file. So yesterday's pass says nothing about today's files.
 
 | result | recognised by | passes when |
 |---|---|---|
-| `verify` | `compared` | `ok` |
-| `verify-parity` | `verdict` | it is `pass` |
 | `check` | `fits` | it is true |
+| `verify-parity` | `verdict`, no `fits` | it is `pass` |
+| `verify` | `compared`, neither of the others | `ok` |
 
 Results lie in the folder as `kconv.verify.json`, `kconv.parity.json`, `kconv.check.json` (and are published with it), or
 are given by path.
@@ -35,6 +35,8 @@ def subject(folder: str | Path) -> str | None:
 
 def judge(result: dict[str, Any]) -> tuple[bool, str]:
     """(passed, in words) of a result; raises KconvError if it is none."""
+    if "fits" in result:
+        return bool(result["fits"]), f"check: {'fits' if result['fits'] else 'does not fit'} {result.get('target')}"
     if "verdict" in result:
         figures = [f"{k} {result[k]:.2e}" for k in ("max_abs", "max_kl") if isinstance(result.get(k), int | float)]
         words = f"verify-parity {result['verdict']} against {result.get('reference')} in {result.get('dtype')}"
@@ -42,8 +44,6 @@ def judge(result: dict[str, Any]) -> tuple[bool, str]:
     if "compared" in result:
         found = f"{result['compared']:,} tensors compared, {result.get('different', 0):,} different"
         return bool(result.get("ok")) and result["compared"] > 0, f"verify: {found}"
-    if "fits" in result:
-        return bool(result["fits"]), f"check: {'fits' if result['fits'] else 'does not fit'} {result.get('target')}"
     raise KconvError("is no result of verify, verify-parity or check --json")
 
 

@@ -1,0 +1,455 @@
+"""`kconv package`: every family packaged, loaded again, checked against its target, refused where it would fail in silence."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+import kconv
+from kconv import card_rules, provenance, runtimes
+from kconv.adapters.drafts.adapter import read_source
+from kconv.checking import check
+from kconv.cli import cli
+from kconv.errors import KconvError
+from kconv.packaging import package
+from kconv.source import open_checkpoint
+from kconv.synthesis.drafts import KINDS
+from kconv.synthesis.families import tiny
+from kconv.target import Target
+from tests.hubserver import HubServer
+
+DECLARED: dict[str, dict[str, Any]] = {
+    "k3-dspark": {"block_size": 7, "capture_stream": "prefix"}, "k3-dspark-gqa": {"capture_stream": "attn_res"},
+    "speculators-dspark": {"capture_stream": "attn_res"}, "k3-dflash2": {"capture_stream": "attn_res"},
+    "k3-eagle3": {"capture_stream": "prefix", "target_layer_ids": [1, 4, 7]}, "k25-dflash": {"capture_stream": "prefix"},
+}  # fmt: skip
+WHOSE: dict[str, Any] = {"target_repo": "moonshotai/Tiny", "target_revision": "a" * 40}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target") / "k3"
+    tiny("k3", folder, seed=1)
+    return folder
+
+
+def draft_of(kind: str, folder: Path, **options: Any) -> Path:
+    tiny(kind, folder, seed=3, **options)
+    return folder
+
+
+def packaged(kind: str, tmp_path: Path, target: Path, **options: Any) -> tuple[Path, dict[str, Any]]:
+    source = draft_of(kind, tmp_path / "draft")
+    data = package(source, target, tmp_path / "out", declared=DECLARED.get(kind), **(WHOSE | options))
+    return tmp_path / "out", data
+
+
+def config_of(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind(kind: str, tmp_path: Path, target: Path) -> None:
+    """Loads again natively with the same numbers, fits its target exactly, has a valid card and a true manifest."""
+    out, data = packaged(kind, tmp_path, target)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["draft", "out"], "nothing unfinished is left beside it"
+    assert check(out, target, **WHOSE)["verdict"] == "exact"
+    was, now = (
+        kconv.load(f, dtype=torch.float32, **({"declared": DECLARED[kind]} if False else {})) for f in (tmp_path / "draft", out)
+    )
+    ours, theirs = was.state_dict(), now.state_dict()
+    left_out = {n for n in ours if n not in theirs}
+    assert left_out <= {"embed_tokens.weight", "lm_head.weight"}
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+    readme = (out / "README.md").read_text()
+    assert card_rules.problems(readme) == []
+    assert ModelCard(readme).data.to_dict()["base_model"] == "moonshotai/Tiny"
+    assert "a" * 40 in readme
+    manifest = config_of(out, "kconv.json")
+    files = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
+    assert set(manifest["files"]) | {"kconv.json"} == files
+    assert set(data["runtimes"]) == set(manifest["runtimes"])
+    for name, file in data["runtimes"].items():
+        config = config_of(out, file)
+        assert provenance.problems(config[provenance.KEY]) == []
+        assert "auto_map" not in config
+        assert "quantization_config" not in config
+        for path in runtimes.needed(runtimes.RUNTIMES[name], read_source(open_checkpoint(out)).config):
+            assert runtimes.lookup(config, path) is not None, (name, path)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_main_config_means_what_the_source_meant(kind: str, tmp_path: Path, target: Path) -> None:
+    out, _ = packaged(kind, tmp_path, target)
+    was = read_source(open_checkpoint(tmp_path / "draft"), DECLARED.get(kind)).config
+    now = read_source(open_checkpoint(out)).config
+    spoken = {"dialect", "owns_embed_tokens", "owns_lm_head", "kconv_provenance", "aux_layer_ids", "window_rule"}
+    defaults = {"target_hidden_size": 128, "draft_vocab_size": 512}
+    for key in (was.keys() | now.keys()) - spoken - {"is_causal", "layer_is_causal"}:
+        before, after = (c.get(key, defaults.get(key)) or None for c in (was, now))
+        assert before == after, key
+    assert runtimes.configs.causal_layers(was) == runtimes.configs.causal_layers(now)
+
+
+def test_conventions_of_each_runtime(tmp_path: Path, target: Path) -> None:
+    out, data = packaged("k25-dflash", tmp_path, target)
+    assert data["runtimes"] == {
+        "vllm": "config.json", "sglang": "config.json", "trtllm": "config.json", "mlx": "config.json",
+        "transformers": "config.json", "max": "runtimes/max/config.json", "speculators": "runtimes/speculators/config.json",
+    }  # fmt: skip
+    shared, modular = config_of(out), config_of(out, "runtimes/max/config.json")
+    assert shared["dflash_config"]["target_layer_ids"] == [1, 4, 7]
+    assert modular["dflash_config"]["target_layer_ids"] == [2, 5, 8], "MAX reads the layer before the one it is told"
+    assert config_of(out, "runtimes/speculators/config.json")["aux_hidden_state_layer_ids"] == [2, 5, 8]
+    assert shared["block_size"] == shared["dflash_config"]["block_size"] == 4
+    assert shared["num_target_layers"] == 9
+    assert shared["is_causal"] is False
+    for key in ("rope_parameters", "rope_scaling"):
+        assert shared[key]["attention_factor"] == 1.0
+    assert shared["rope_theta"] == shared["rope_parameters"]["rope_theta"] == 50000.0
+    assert shared["rope_scaling"]["type"] == "yarn"
+    assert shared["aux_hidden_stream"] == "prefix"
+    block = shared[provenance.KEY]["draft"]
+    assert block["rope"]["attention_factor"] == 1.0
+    assert block["block"] == {"size": 4, "counts": "positions_anchor_included", "drafted": 3}
+
+
+def test_nemo_config_is_clean(tmp_path: Path, target: Path) -> None:
+    """What NeMo's own config leaks from the target is gone: facts, section 5, defects a, b, d, e, f, g."""
+    out, data = packaged("k3-dflash", tmp_path, target)
+    config = config_of(out)
+    assert data["runtimes"] == {"nemo": "config.json"}
+    for key in ("auto_map", "quantization_config", "moe_intermediate_size", "num_experts_per_token", "routed_expert_hidden_size",
+                "head_dim", "rope_theta", "rope_parameters", "rope_scaling"):  # fmt: skip
+        assert key not in config, key
+    assert config["is_causal"] is False
+    assert config["target_hidden_size"] == 128
+    assert config["aux_hidden_stream"] == "prefix"
+    assert config[provenance.KEY]["draft"]["norm_eps"]["q_a_layernorm"] == 1e-6
+
+
+def with_copies(draft: Path, target: Path, change: bool = False) -> None:
+    """Give a draft copies of its target's tables, as speculators exports have them."""
+    whole = Target.open(target)
+    tensors = load_file(draft / "model.safetensors")
+    for kind in ("embed_tokens", "lm_head"):
+        name = whole.table(kind)
+        assert name
+        table = load_file(target / whole.entry(name).file)[name].clone()
+        table[7, 3] += 1 if change else 0
+        tensors[f"{kind}.weight"] = table
+    save_file(tensors, draft / "model.safetensors")
+
+
+def test_copies_are_compared_and_dropped_or_kept(tmp_path: Path, target: Path) -> None:
+    source = draft_of("k25-dflash", tmp_path / "draft")
+    with_copies(source, target)
+    declared = DECLARED["k25-dflash"]
+    dropped = package(source, target, tmp_path / "dropped", declared=declared)
+    assert dropped["tables"] == {"embed_tokens": "borrowed", "lm_head": "borrowed"}
+    assert "embed_tokens.weight" not in open_checkpoint(tmp_path / "dropped").entries
+    assert any("is the target's, byte for byte, and left out" in note for note in dropped["notes"])
+    (target / "LICENSE").write_text("the target's")
+    kept = package(source, target, tmp_path / "kept", declared=declared, tables="keep")
+    (target / "LICENSE").unlink()
+    assert kept["tables"] == {"embed_tokens": "copy", "lm_head": "copy"}
+    assert "embed_tokens.weight" in open_checkpoint(tmp_path / "kept").entries
+    assert (tmp_path / "kept" / "LICENSE.target").read_text() == "the target's"
+    with_copies(source, target, change=True)
+    own = package(source, target, tmp_path / "own", declared=declared)
+    assert own["tables"] == {"embed_tokens": "own", "lm_head": "own"}
+    assert any("embed_tokens differs from the target's and is kept" in note for note in own["notes"])
+    unread = package(source, target, tmp_path / "unread", declared=declared, read_tables=False)
+    assert unread["tables"]["lm_head"] == "unknown"
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change config keys; None removes one."""
+    config = config_of(folder) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def refused(draft: Path, target: Path, tmp_path: Path, **options: Any) -> str:
+    options = {"declared": DECLARED["k25-dflash"]} | options
+    with pytest.raises(KconvError) as error:
+        package(draft, target, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+    return str(error.value)
+
+
+def test_mask_tokens(tmp_path: Path, target: Path) -> None:
+    text = config_of(target)
+    pad, media = text["pad_token_id"], text["media_placeholder_token_id"]
+    draft = draft_of("k25-dflash", tmp_path / "draft")
+    config = config_of(draft)
+    for mask, key, allow in (
+        (pad, "pad_token_id", "mask-is-pad"),
+        (media, "media_placeholder_token_id", "mask-is-media-placeholder"),
+    ):
+        edit(draft, dflash_config=config["dflash_config"] | {"mask_token_id": mask})
+        assert f"mask_token_id {mask} is the target's {key}; if it was trained so, --allow {allow}" in refused(
+            draft, target, tmp_path
+        )
+        package(draft, target, tmp_path / f"out{mask}", declared=DECLARED["k25-dflash"], allow=[allow])
+    edit(draft, dflash_config={"target_layer_ids": [1, 4, 7]})
+    assert "no mask_token_id" in refused(draft, target, tmp_path)
+    assert "nothing called mask-is-fine can be allowed; here: mask-is-bos" in refused(
+        draft, target, tmp_path, allow=["mask-is-fine"]
+    )
+    edit(draft, dflash_config=config["dflash_config"] | {"mask_token_id": 600})
+    assert "600" in refused(draft, target, tmp_path)
+
+
+def test_block_size_taps_and_stream(tmp_path: Path, target: Path) -> None:
+    draft = draft_of("k25-dflash", tmp_path / "draft")
+    config = config_of(draft)
+    edit(draft, block_size=None)
+    assert "no block_size" in refused(draft, target, tmp_path)
+    assert package(draft, target, tmp_path / "declared", declared={"block_size": 4, "capture_stream": "prefix"})
+    edit(draft, block_size=4)
+    assert "capture stream is not known" in refused(draft, target, tmp_path, declared={})
+    edit(draft, dflash_config=config["dflash_config"] | {"target_layer_ids": [1, 4, 9]}, num_target_layers=10)
+    said = refused(draft, target, tmp_path)
+    assert "shape.taps: 9 in the draft, 9 in the target" in said
+    assert "shape.num_hidden_layers: 10 in the draft, 9 in the target" in said
+    edit(draft, dflash_config=config["dflash_config"] | {"target_layer_ids": [4, 1, 7]}, num_target_layers=9)
+    assert "max: it concatenates in layer order, the draft was trained on [4, 1, 7]" in refused(
+        draft, target, tmp_path, runtime=["max"]
+    )
+    data = package(draft, target, tmp_path / "unordered", declared=DECLARED["k25-dflash"])
+    assert "max" not in data["runtimes"]
+    assert any(note.startswith("not written for max: it concatenates in layer order") for note in data["notes"])
+    assert any("not in layer order" in note for note in data["notes"])
+
+
+def test_runtimes_that_cannot(tmp_path: Path, target: Path) -> None:
+    draft = draft_of("k25-dflash", tmp_path / "draft")
+    assert "no runtime is called foo" in refused(draft, target, tmp_path, runtime=["foo"])
+    assert "nemo: it does not take dflash/gqa drafts" in refused(draft, target, tmp_path, runtime=["vllm", "nemo"])
+    rope = config_of(draft)["rope_scaling"]
+    edit(draft, rope_scaling={k: v for k, v in rope.items() if k != "mscale"})
+    assert "max: it needs a complete YaRN block: mscale" in refused(draft, target, tmp_path, runtime=["max"])
+    edit(draft, rope_scaling=rope, hidden_act="gelu")
+    assert "hidden_act must be silu, not gelu" in refused(draft, target, tmp_path, runtime=["sglang"])
+    alone = package(
+        draft_of("k25-dflash", tmp_path / "d2"), target, tmp_path / "o2", runtime=["speculators"], declared=DECLARED["k25-dflash"]
+    )
+    assert alone["runtimes"] == {"speculators": "config.json"}
+
+
+def test_another_target(tmp_path: Path, target: Path) -> None:
+    draft = (
+        draft_of("k25-dflash", tmp_path / "draft", target_hidden=64, vocab=256)
+        if False
+        else draft_of("k25-dflash", tmp_path / "draft")
+    )
+    other = tmp_path / "other"
+    tiny("k3", other, hidden=64, vocab=1024)
+    said = refused(draft, other, tmp_path)
+    assert "shape.hidden_size: 128 in the draft, 64 in the target" in said
+    assert "shape.vocab_size: 512 in the draft, 1024 in the target" in said
+
+
+def test_strict_keys_both_ways(tmp_path: Path, target: Path) -> None:
+    draft = draft_of("k25-dflash", tmp_path / "draft")
+    tensors = load_file(draft / "model.safetensors")
+    less = {k: v for k, v in tensors.items() if k != "layers.1.mlp.up_proj.weight"}
+    save_file(less | {"layers.0.extra.weight": torch.zeros(3), "norm.weight": torch.zeros(5)}, draft / "model.safetensors")
+    said = refused(draft, target, tmp_path)
+    assert "missing: layers.1.mlp.up_proj.weight" in said
+    assert "not explained by the config: layers.0.extra.weight" in said
+    assert "norm.weight is [5], the config makes it [128]" in said
+
+
+def test_reduced_vocabularies(tmp_path: Path, target: Path) -> None:
+    """KB-124, KB-125: maps missing, maps that do not fit, a head of the wrong vocabulary."""
+    declared = {**DECLARED["k3-eagle3"]}
+    good = draft_of("k3-eagle3", tmp_path / "good", draft_vocab=32)
+    assert package(good, target, tmp_path / "out-good", declared=declared)["tables"]["lm_head"] == "own"
+    tensors = load_file(good / "model.safetensors")
+    for name, change, said in [
+        ("no-maps", lambda t: [t.pop("d2t"), t.pop("t2d")], "without d2t and t2d"),
+        ("no-head", lambda t: t.pop("lm_head.weight"), "without lm_head.weight"),
+        ("wrong-count", lambda t: t["t2d"].__setitem__(int((~t["t2d"].bool()).nonzero()[0]), True), "vocabulary maps"),
+        ("out-of-range", lambda t: t["d2t"].__setitem__(0, 9999), "d2t leads draft token 0 to token 9999 of 512"),
+    ]:
+        bad = tmp_path / name
+        shutil.copytree(good, bad)
+        changed = {k: v.clone() for k, v in tensors.items()}
+        change(changed)
+        save_file(changed, bad / "model.safetensors")
+        assert said in refused(bad, target, tmp_path, declared=declared)
+
+
+def test_a_head_that_nobody_has(tmp_path: Path, target: Path) -> None:
+    headless = tmp_path / "headless"
+    shutil.copytree(target, headless)
+    index = json.loads((headless / "model.safetensors.index.json").read_text())
+    file = headless / index["weight_map"].pop("language_model.lm_head.weight")
+    tensors = load_file(file)
+    del tensors["language_model.lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    (headless / "model.safetensors.index.json").write_text(json.dumps(index))
+    draft = draft_of("k25-dflash", tmp_path / "draft")
+    assert "nothing can be borrowed" in refused(draft, headless, tmp_path)
+
+
+def test_native_drafts_go_out_in_the_published_spelling(tmp_path: Path, target: Path) -> None:
+    draft = draft_of("k3-dspark", tmp_path / "draft")
+    kconv.convert(kconv.plan(draft, to="native"), tmp_path / "native")
+    data = package(tmp_path / "native", target, tmp_path / "out", declared=DECLARED["k3-dspark"])
+    names = set(open_checkpoint(draft).entries) - {"embed_tokens.weight"}
+    assert set(open_checkpoint(tmp_path / "out").entries) - {"embed_tokens.weight"} == names
+    assert any("embed_tokens" in note for note in data["notes"])
+    assert config_of(tmp_path / "out")["architectures"] == ["K3DSparkModel"]
+
+
+def test_overwrite_and_overlap(tmp_path: Path, target: Path) -> None:
+    out, _ = packaged("k25-dflash", tmp_path, target)
+    with pytest.raises(KconvError, match="not empty"):
+        package(tmp_path / "draft", target, out, declared=DECLARED["k25-dflash"])
+    assert package(tmp_path / "draft", target, out, declared=DECLARED["k25-dflash"], overwrite=True, title="Again")
+    assert "# Again" in (out / "README.md").read_text()
+    with pytest.raises(KconvError):
+        package(tmp_path / "draft", target, tmp_path / "draft" / "inside", declared=DECLARED["k25-dflash"])
+    with pytest.raises(KconvError, match="no draft that kconv knows"):
+        package(target, target, tmp_path / "x")
+
+
+def test_licences_are_carried(tmp_path: Path, target: Path) -> None:
+    draft = draft_of("k25-dflash", tmp_path / "draft")
+    (draft / "LICENSE").write_bytes(b"MIT\r\n")
+    (draft / "README.md").write_text("---\nlicense: mit\n---\n# theirs\n")
+    (draft / "dflash.py").write_text("raise SystemExit('never imported')")
+    data = package(
+        draft, target, tmp_path / "out", declared=DECLARED["k25-dflash"], training={"dataset": "lab/data", "trainer": "SpecForge"}
+    )
+    out = tmp_path / "out"
+    assert (out / "LICENSE").read_bytes() == b"MIT\r\n"
+    assert ModelCard((out / "README.md").read_text()).data.to_dict()["license"] == "mit"
+    assert "licence: mit" in (out / "NOTICE.kconv.md").read_text()
+    assert data["provenance"]["training"]["trainer"] == "SpecForge"
+    assert "dflash.py" in (out / "README.md").read_text(), "what is not carried over is said"
+    with pytest.raises(KconvError, match="training has no datset"):
+        package(draft, target, tmp_path / "o2", declared=DECLARED["k25-dflash"], training={"datset": "x"})
+
+
+def test_package_check_publish(hub: HubServer, hub_token: str, tmp_path: Path, target: Path) -> None:
+    """The whole way over the Hub: target by ranges, package, check written down, publish with --require verified, check again."""
+    commit = hub.seed_folder("lab/Tiny-K3", target)
+    draft = draft_of("k25-dflash", tmp_path / "draft")
+    out = tmp_path / "out"
+    run = CliRunner()
+    args = [
+        "package",
+        str(draft),
+        "--target",
+        "hf://lab/Tiny-K3",
+        str(out),
+        "--declare",
+        "capture_stream=prefix",
+        "--license",
+        "mit",
+    ]
+    done = run.invoke(cli, [*args, "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["target_revision"] == commit
+    assert run.invoke(cli, ["publish", str(out), "me/d", "--require", "verified"]).exit_code == 1
+    done = run.invoke(cli, ["check", str(out), "--target", "hf://lab/Tiny-K3", "--write"])
+    assert done.exit_code == 0, done.output
+    assert "exact: this draft was made for exactly this target" in done.stdout
+    done = run.invoke(cli, ["publish", str(out), "me/d", "--require", "verified", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["verified_by"] == ["check: fits hf://lab/Tiny-K3"]
+    assert check("hf://me/d", "hf://lab/Tiny-K3")["verdict"] == "exact"
+    hub.seed("lab/Tiny-K3", {"tiktoken.model": b"other ranks"})
+    done = run.invoke(cli, ["check", "hf://me/d", "--target", "hf://lab/Tiny-K3"])
+    assert done.exit_code == 1
+    assert "target.tokenizer" in done.stdout
+    assert "target.revision" in done.stdout
+
+
+def test_cards_of_converted_checkpoints(hub: HubServer, hub_token: str, tmp_path: Path, target: Path) -> None:
+    hub.seed_folder("lab/Tiny-K3", target)
+    kconv.convert("hf://lab/Tiny-K3", tmp_path / "native")
+    run = CliRunner()
+    done = run.invoke(cli, ["publish", str(tmp_path / "native"), "me/native", "--card", "--json"])
+    assert done.exit_code == 0, done.output
+    card = ModelCard((tmp_path / "native" / "README.md").read_text()).data.to_dict()
+    assert card["base_model"] == "lab/Tiny-K3"
+    assert card["base_model_relation"] == "quantized"
+    assert "exact" in hub.files("me/native")["README.md"].decode()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dflash") is None, reason="needs dflash 0.1.0")
+@pytest.mark.parametrize("kind", ["k25-dflash"])
+def test_dflash_loads_it(kind: str, tmp_path: Path, target: Path) -> None:
+    """z-lab's own class, through Transformers' from_pretrained on the folder."""
+    from dflash.model import DFlashDraftModel
+
+    out, _ = packaged(kind, tmp_path, target)
+    model, info = DFlashDraftModel.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.target_layer_ids == [1, 4, 7]
+    assert model.block_size == 4
+
+
+def staged(out: Path, runtime: str, tmp_path: Path) -> Path:
+    """What a user of a runtime with its own config does: that config beside the weights."""
+    folder = tmp_path / f"for-{runtime}"
+    folder.mkdir()
+    os.symlink(out / "model.safetensors", folder / "model.safetensors")
+    shutil.copy(out / "runtimes" / runtime / "config.json", folder / "config.json")
+    return folder
+
+
+@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="needs speculators 0.9")
+@pytest.mark.parametrize("kind", ["k25-dflash", "k3-dspark-gqa"])
+def test_speculators_loads_it(hub: HubServer, kind: str, tmp_path: Path, target: Path) -> None:
+    """With its verifier block: speculators fetches the tables that the package borrows from that repository of the Hub."""
+    from speculators import SpeculatorModel, SpeculatorModelConfig
+
+    hub.seed_folder("moonshotai/Tiny", target)
+    out, data = packaged(kind, tmp_path, target)
+    assert data["tables"] == {"embed_tokens": "borrowed", "lm_head": "borrowed"}
+    folder = staged(out, "speculators", tmp_path)
+    config = SpeculatorModelConfig.from_pretrained(folder)
+    assert config.speculators_config.verifier.name_or_path == "moonshotai/Tiny"
+    assert config.speculators_config.verifier.architectures == ["KimiK3ForConditionalGeneration"]
+    assert getattr(config, provenance.KEY)["target"]["revision"] == "a" * 40
+    model = SpeculatorModel.from_pretrained(folder)
+    state, tensors = model.state_dict(), load_file(out / "model.safetensors")
+    assert tensors.keys() <= state.keys()
+    assert all(torch.equal(state[n].float(), t.float()) for n, t in tensors.items())
+    whole = Target.open(target)
+    for kind_of_table in ("embed_tokens", "lm_head"):
+        name = whole.table(kind_of_table) or ""
+        theirs = load_file(target / whole.entry(name).file)[name]
+        assert torch.equal(state[f"{kind_of_table}.weight"].float(), theirs.float())
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(n) is None for n in ("nemo_automodel", "fla", "triton")), reason="needs nemo-automodel"
+)
+def test_nemo_loads_it(tmp_path: Path, target: Path) -> None:
+    from nemo_automodel.components.models.kimi_k3.config import KimiK3TextConfig
+    from nemo_automodel.components.speculative.dflash.draft_kimi_k3 import KimiK3DFlashDraftModel
+
+    out, _ = packaged("k3-dflash", tmp_path, target)
+    config = config_of(out)
+    stale = ("architectures", "model_type", "dtype")
+    model = KimiK3DFlashDraftModel(KimiK3TextConfig(**{k: v for k, v in config.items() if k not in stale}))
+    missing = model.load_state_dict(load_file(out / "model.safetensors"), strict=True)
+    assert not missing.missing_keys
