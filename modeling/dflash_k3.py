@@ -55,12 +55,13 @@ class KimiK3DFlashConfig(DraftConfig):
     linear_attn_config: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.linear_attn_config is None:
-            self.linear_attn_config = {"kda_layers": [], "full_attn_layers": list(range(1, self.num_hidden_layers + 1))}
-        nested = kwargs.get("dflash_config") or {}
-        if (projector := nested.get("projector_type", kwargs.get("projector_type"))) is not None:
+        nested = kwargs.get("dflash_config")
+        inner = nested.get("projector_type") if isinstance(nested, dict) else None
+        if (projector := inner or kwargs.get("projector_type")) is not None:
             raise DraftConfigError(f"projector_type {projector!r}: the Kimi K3 DFlash draft has no projector")
         super().__post_init__(**kwargs)
+        if self.linear_attn_config is None:
+            self.linear_attn_config = {"kda_layers": [], "full_attn_layers": list(range(1, self.num_hidden_layers + 1))}
 
     def check(self) -> None:
         """Refuse RoPE, grouped key/value heads, and a missing mask id."""

@@ -22,11 +22,31 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedConfig
 
 from kconv.errors import KconvError
+from kconv.kinds import misfits
 from kconv.modeling.draft_rope import Rope, default_attention_factor
 
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "q_lora_rank",
+    "kv_lora_rank", "v_head_dim", "draft_vocab_size", "target_hidden_size", "max_position_embeddings", "conv_kernel_size",
+    "conv_group_size", "selector_rank", "selector_top_k", "num_aux_hidden_states",
+)  # fmt: skip
+NARROW = {
+    **dict.fromkeys(SIZES, "size"), **dict.fromkeys(("markov_rank", "qk_nope_head_dim", "qk_rope_head_dim"), "count"),
+    "num_hidden_layers": "layers", "target_num_hidden_layers": "layers",
+}  # fmt: skip
+ROPE = {
+    **dict.fromkeys(
+        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+         "partial_rotary_factor"),
+        "float | None",
+    ),
+    "rope_theta": "float | None", "rope_type": "str | None", "type": "str | None", "truncate": "bool | None",
+}  # fmt: skip
+KEYWORDS = {"dflash_config": "dict | None", "rope_theta": "float | None", "partial_rotary_factor": "float | None"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 STREAMS = ("output", "prefix", "attn_res")
 
@@ -104,9 +124,25 @@ class DraftConfig(PreTrainedConfig):
         super().__init_subclass__(**kwargs)
         DraftConfig.families[cls.model_type] = cls
 
+    @classmethod
+    def kinds(cls) -> dict[str, str]:
+        """What each field may hold, for `kconv.kinds`."""
+        inherited = {f.name for f in fields(PreTrainedConfig)}
+        own = {f.name: str(f.type) for f in fields(cls) if f.name not in inherited and isinstance(f.type, str)}
+        return {name: kind.replace("int", NARROW[name]) if name in NARROW else kind for name, kind in own.items()}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The fields' defaults, which a config.json may leave out."""
+        return {f.name: f.default for f in fields(cls) if f.name in cls.kinds()}
+
     def __post_init__(self, **kwargs: Any) -> None:
         nested = kwargs.pop("dflash_config", None)
         _check_types(self)
+        if wrong := misfits({"dflash_config": nested, **kwargs}, KEYWORDS):
+            raise DraftConfigError("; ".join(wrong))
+        for rope in (self.rope_parameters, kwargs.get("rope_scaling")):
+            _check_rope(rope)
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.attention_mode == "gqa" and self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -192,6 +228,9 @@ class DraftConfig(PreTrainedConfig):
         check_taps(self.target_layer_ids, self.target_num_hidden_layers)
         check_mask(self.mask_token_id, self.vocab_size)
         _check_logits(self)
+        if self.uses_rope and self.rope_parameters and (self.rope_parameters.get("rope_theta") or 0) <= 0:
+            raise DraftConfigError(f"rope_theta is {self.rope_parameters.get('rope_theta')}, it should be above 0")
+        _ = self.rope
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and the nested block that runtimes look for."""
@@ -210,27 +249,28 @@ class DraftConfig(PreTrainedConfig):
                 raise DraftConfigError(f"{key} is {here} at the top level and {value} in dflash_config")
 
 
-def _fits(value: Any, annotation: str) -> bool:
-    """Whether a value fits a field's annotation; an integer passes for a float, a bool for nothing but a bool."""
-    for kind in annotation.split(" | "):
-        if kind == "None":
-            fits = value is None
-        elif kind.startswith("list["):
-            fits = isinstance(value, list | tuple) and all(_fits(v, kind[5:-1]) for v in value)
-        else:
-            types = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "dict": (dict,)}[kind]
-            fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
-        if fits:
-            return True
-    return False
-
-
 def _check_types(config: DraftConfig) -> None:
-    inherited = {f.name for f in fields(PreTrainedConfig)}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name not in inherited and isinstance(field.type, str) and not _fits(value, field.type):
-            raise DraftConfigError(f"{field.name} is {value!r}, it should be {field.type}")
+    kinds = config.kinds()
+    if wrong := misfits({name: getattr(config, name) for name in kinds}, kinds):
+        raise DraftConfigError("; ".join(wrong))
+    dtype = config.dtype
+    if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise DraftConfigError(f"dtype is {dtype!r}, which is none of torch's")
+
+
+def _check_rope(rope: Any) -> None:
+    """Refuse a block that Transformers' normalisation, or the rotation, could not read."""
+    if rope is None:
+        return
+    if not isinstance(rope, dict):
+        raise DraftConfigError(f"rope_scaling is {rope!r}, it should be an object")
+    if wrong := misfits(rope, ROPE, "rope_parameters."):
+        raise DraftConfigError("; ".join(wrong))
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return
+    low = [k for k in ("factor", "original_max_position_embeddings") if (rope.get(k) or 0) <= 0]
+    if low:
+        raise DraftConfigError(f"YaRN needs {' and '.join(low)} above 0, the config has {[rope.get(k) for k in low]}")
 
 
 def check_taps(ids: Sequence[int] | None, depth: int | None) -> None:
@@ -265,8 +305,6 @@ def require_mask(config: DraftConfig) -> None:
 
 
 def _check_sizes(config: DraftConfig) -> None:
-    if config.num_hidden_layers < 1:
-        raise DraftConfigError(f"num_hidden_layers is {config.num_hidden_layers}: a draft has at least one layer")
     if config.block_size is not None and config.block_size < (1 if config.sample_from_anchor else 2):
         raise DraftConfigError(f"block_size {config.block_size} leaves nothing to draft")
     if config.attention_mode not in ("gqa", "mla"):

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.adapters import Options
-from kconv.adapters.drafts.dialects import by_name, dialect_of
+from kconv.adapters.drafts.dialects import dialect_of
+from kconv.adapters.drafts.kinds import complete
 from kconv.adapters.drafts.reading import Reading, declare, read_draft_config
 from kconv.adapters.drafts.rows import FAMILIES, Row, kinds_of_taps, rows_of, shape, sizes
 from kconv.adapters.drafts.spelling import spell, traits_of
@@ -69,7 +70,8 @@ def read_source(checkpoint: Checkpoint, declared: Mapping[str, Any] | None = Non
         manifest = checkpoint.manifest or {}
         original = manifest.get("source", {}).get("config") or {}
         traits = list((manifest.get("facts") or {}).get("spelling") or [])
-        source = DraftSource(checkpoint, NATIVE, declare(checkpoint.config, declared or {}), original, traits, notes)
+        config = complete(declare(checkpoint.config, declared or {}))
+        source = DraftSource(checkpoint, NATIVE, config, original, traits, notes)
     else:
         reading: Reading = read_draft_config(checkpoint.config, checkpoint.entries, declared)
         traits = traits_of(checkpoint.entries)
@@ -82,8 +84,9 @@ def layouts(checkpoint: Checkpoint, options: Options, declared: Mapping[str, Any
     """The table from a draft's layout to the one `options.to` names."""
     source = read_source(checkpoint, declared)
     _refuse_unused(options)
-    if options.to == "hf-text":
-        raise KconvError("--to hf-text: a draft has no text-only form", hint="use --to hf for the layout it was published in")
+    if options.to not in (NATIVE, PUBLISHED):
+        said = f"--to {options.to}: a draft has no such form"
+        raise KconvError(said, hint="use --to hf for the layout it was published in")
     backward = source.layout == NATIVE and options.to != NATIVE
     left, right = (options.to, source.layout) if backward else (source.layout, options.to)
     return Layouts(
@@ -100,16 +103,23 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "attention_mode", "num_hidden_layers", "block_size", "sample_from_anchor", "mask_token_id", "target_layer_ids",
         "target_num_hidden_layers", "capture_stream", "mla_norm_eps", "owns_embed_tokens", "owns_lm_head", "draft_vocab_size",
     )  # fmt: skip
-    dialect = source.config.get("dialect")
     return {
         "family": f"draft ({source.config['model_type']})",
         "layout": source.layout,
-        "dialect": by_name(dialect).name if dialect else None,
+        "dialect": source.config.get("dialect"),
         "spelling": source.traits,
         **{k: source.config.get(k) for k in keys},
-        "notes": source.notes,
+        "notes": source.notes + _doubts(source),
         "problems": source.problems,
     }
+
+
+def _doubts(source: DraftSource) -> list[str]:
+    """What is doubtful about it; nothing where it is no sound draft."""
+    from kconv.modeling.drafts import config_class
+    from kconv.speculative.findings import doubts
+
+    return [] if source.problems else doubts(config_class(source.config["model_type"])(**source.config))
 
 
 def _rules(source: DraftSource, left: str, right: str, options: Options) -> Iterator[Rule]:
@@ -166,6 +176,8 @@ def _validate(source: DraftSource) -> None:
         config_class(source.config["model_type"])(**source.config)
     except KconvError as e:
         source.problems.append(e.message)
+    except Exception as e:  # Transformers reads inherited keys (id2label, ...) without checking them
+        source.problems.append(f"config.json: {e} ({type(e).__name__})")
 
 
 def _refuse_unused(options: Options) -> None:

@@ -43,8 +43,9 @@ class Dialect:
         spoken = config.get("speculators_model_type")
         if spoken or self.speculators:
             return spoken == self.speculators
-        projector = (config.get("dflash_config") or {}).get("projector_type")
-        named = set(config.get("architectures") or ())
+        nested, listed = config.get("dflash_config"), config.get("architectures")
+        projector = nested.get("projector_type") if isinstance(nested, dict) else None
+        named = {name for name in listed if isinstance(name, str)} if isinstance(listed, list | tuple) else set()
         if self.projector and projector == self.projector:
             return bool(named & {"DFlashDraftModel", *self.architectures})
         if named & set(self.architectures):
@@ -108,8 +109,3 @@ DIALECTS: tuple[Dialect, ...] = (
 def dialect_of(config: Config) -> Dialect | None:
     """The first row that recognises a published config; None when it is no draft."""
     return next((d for d in DIALECTS if d.matches(config)), None)
-
-
-def by_name(name: str) -> Dialect:
-    """The row called `name`."""
-    return next(d for d in DIALECTS if d.name == name)

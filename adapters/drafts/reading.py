@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.adapters.drafts.dialects import Dialect, dialect_of
+from kconv.adapters.drafts.kinds import check_declared, check_published, check_sizes
 from kconv.errors import KconvError, Problems
 
 COPIED = (
@@ -41,6 +42,11 @@ FAMILY: dict[str, tuple[str, ...]] = {
     "dspark": ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", *LOGITS),
     "eagle3": ("norm_output", "norm_before_residual", "norm_before_fc"),
 }
+READ = (
+    *COPIED, *GQA, *MLA, *SITU, *(name for names in FAMILY.values() for name in names), "attention_mode", "block_size",
+    "capture_stream", "is_causal", "layer_types", "mask_token_id", "mla_norm_eps", "mla_use_nope", "rope_interleave",
+    "sample_from_anchor", "target_layer_ids", "target_num_hidden_layers",
+)  # fmt: skip
 DECLARABLE = ("block_size", "target_layer_ids", "capture_stream", "mla_norm_eps", "attention_factor", "target_num_hidden_layers")
 CORRECTABLE = ("capture_stream", "mla_norm_eps", "attention_factor")
 PROVENANCE = "kconv_provenance"
@@ -98,16 +104,19 @@ def read_draft_config(
             f"model_type {config.get('model_type')!r}"
         )
     _declarable(declared or {})
+    check_published(config, READ)
     keys = _Keys(config)
     reading = Reading(dialect, {"model_type": dialect.family, "architectures": [dialect.architecture], "dialect": dialect.name})
-    for step in (_geometry, _attention, _rope, _layers, _taps, _stream, _contract, _family):
+    _geometry(keys, reading)
+    check_sizes(reading.config)
+    for step in STEPS:
         step(keys, reading, declared or {})
     _copies(reading, set(names) if names is not None else None)
     if keys.problems:
         raise Problems(
             "config.json contradicts itself:", sorted(set(keys.problems)), hint="correct it, or declare the right value"
         )
-    return _k25(reading)
+    return _unsaid(_k25(reading))
 
 
 def declare(config: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,9 +137,10 @@ def _declarable(declared: Mapping[str, Any]) -> None:
     unknown = set(declared) - set(DECLARABLE)
     if unknown:
         raise KconvError(f"cannot declare {', '.join(sorted(unknown))}", hint=f"these can be: {', '.join(DECLARABLE)}")
+    check_declared(declared)
 
 
-def _geometry(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:
+def _geometry(keys: _Keys, reading: Reading) -> None:
     out = reading.config
     out.update({k: v for k in COPIED if (v := keys.get(k)) is not None})
     dtype = keys.top.get("dtype") or keys.top.get("torch_dtype")
@@ -276,8 +286,6 @@ def _stream(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:
         stream = reading.dialect.fixed.get("capture_stream")
     if stream is not None:
         reading.config["capture_stream"] = stream
-    else:
-        reading.notes.append("the config does not name the capture stream; on Kimi K3 it must be declared (prefix or attn_res)")
 
 
 def _contract(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:
@@ -357,4 +365,12 @@ def _k25(reading: Reading) -> Reading:
     return reading
 
 
+def _unsaid(reading: Reading) -> Reading:
+    """Notes the open capture stream, except on Kimi K2.5, which has one residual stream."""
+    if reading.config.get("capture_stream") is None and reading.config["model_type"] != "dflash_kimi_k25":
+        reading.notes.append("the config does not name the capture stream; on Kimi K3 it must be declared (prefix or attn_res)")
+    return reading
+
+
 Step = Callable[[_Keys, Reading, Mapping[str, Any]], None]
+STEPS: tuple[Step, ...] = (_attention, _rope, _layers, _taps, _stream, _contract, _family)

@@ -127,25 +127,27 @@ def sizes(c: Config) -> dict[str, int]:
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     head_dim = c.get("head_dim") or hidden // heads
     rope, nope, value = (c.get(k) or 0 for k in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-    markov, taps = c.get("markov_rank", 256), kinds_of_taps(c)
+    spark: Config = c if SPARK(c) else {}
+    conv: Config = c if CONV(c) else {}
+    markov, taps = spark.get("markov_rank", 256), kinds_of_taps(c)
     width = c.get("target_hidden_size") or hidden
-    group = c.get("conv_group_size", 16)
+    kernel, group = conv.get("conv_kernel_size", 2), conv.get("conv_group_size", 16)
     grouped = c.get("num_key_value_heads") or heads
     return {
         "V": c["vocab_size"], "D": c.get("draft_vocab_size") or c["vocab_size"], "C": hidden, "W": width, "T": taps * width,
         "N": 2 * hidden if EAGLE(c) else hidden, "I": c["intermediate_size"], "A": heads, "G": grouped, "h": head_dim,
         "qkv": (heads + 2 * grouped) * head_dim, "Q": c.get("q_lora_rank") or 0, "R": c.get("kv_lora_rank") or 0, "rope": rope,
-        "QK": nope + rope, "B": nope + value, "O": heads * (value if mla(c) else head_dim), "K": c.get("conv_kernel_size", 2),
-        "P": 2 * c.get("conv_kernel_size", 2) * (hidden // group), "S": c.get("selector_rank", 256), "M": markov,
+        "QK": nope + rope, "B": nope + value, "O": heads * (value if mla(c) else head_dim), "K": kernel,
+        "P": 2 * kernel * (hidden // group), "S": conv.get("selector_rank", 256), "M": markov,
         "F": hidden + markov, "J": hidden + 2 * markov, "L": 3 * markov,
-        "X": hidden + (markov if c.get("confidence_head_with_markov", True) else 0),
+        "X": hidden + (markov if spark.get("confidence_head_with_markov", True) else 0),
     }  # fmt: skip
 
 
 def kinds_of_taps(c: Config) -> int:
     """Number of taps; Eagle3 heads that do not list them have three."""
     ids = c.get("target_layer_ids") or c.get("aux_layer_ids")
-    return len(ids) if ids else c.get("num_aux_hidden_states", 3)
+    return len(ids) if ids else c.get("num_aux_hidden_states", 3) if EAGLE(c) else 3
 
 
 def shape(symbols: Symbols, values: Mapping[str, int]) -> tuple[int, ...]:

@@ -27,10 +27,14 @@ PLACEHOLDER = "media_placeholder_token_id"
 
 def review(config: DraftConfig, target_config: Any = None) -> list[str]:
     """Findings on a draft's config, and on its fit to a target's config where one is given (object or dict, wrapper or text)."""
+    return [*_open(config, target_config), *doubts(config, target_config)]
+
+
+def doubts(config: DraftConfig, target_config: Any = None) -> list[str]:
+    """As `review`, without what the config leaves open: reading a published config says that already."""
     return [
         *_mask(config, target_config),
         *_taps(config, target_config),
-        *_open(config, target_config),
         *_rope(config),
         *_causality(config),
         *_order(config),

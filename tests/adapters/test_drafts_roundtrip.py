@@ -224,7 +224,7 @@ def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
     for options in ({"experts": "bf16"}, {"vision": "keep"}, {"tie": True}):
         with pytest.raises(KconvError, match="nothing to apply"):
             kconv.plan(source, to="native", **options)
-    with pytest.raises(KconvError, match="text-only"):
+    with pytest.raises(KconvError, match="hf-text: a draft has no"):
         kconv.plan(source, to="hf-text")
 
 

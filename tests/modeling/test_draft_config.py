@@ -56,7 +56,9 @@ def test_k25_refusals() -> None:
     refuses("mask_token_id is missing", k25, mask_token_id=None)
     refuses("outside the vocabulary", k25, mask_token_id=163840)
     refuses("DeepSeek-YaRN", k25, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    refuses("at least one layer", k25, num_hidden_layers=0, layer_types=[], target_layer_ids=[])
+    refuses(
+        "num_hidden_layers is 0, it should be a number of layers", k25, num_hidden_layers=0, layer_types=[], target_layer_ids=[]
+    )
     refuses("positive sliding_window", k25, layer_types=["sliding_attention"] * 6)
     refuses("leaves nothing to draft", k25, block_size=1)
     refuses("no multiple of", k25, num_key_value_heads=7)
@@ -66,7 +68,7 @@ def test_k25_refusals() -> None:
     refuses("final_logit_softcapping must be positive", k25, final_logit_softcapping=-1.0)
     refuses("block_size is 8 at the top level and 16 in dflash_config", k25, dflash_config={"block_size": 16})
     refuses("dflash_config has the key taps", k25, dflash_config={"taps": [1]})
-    refuses("block_size is '8', it should be int", k25, block_size="8")
+    refuses("block_size is '8', it should be a whole number or null", k25, block_size="8")
 
 
 def test_every_field_of_the_design_is_there() -> None:
