@@ -1,6 +1,6 @@
 """Configuration of the native text models: Kimi K3, Kimi-Linear, pruned and dense relatives.
 
-The keys are those of the published `text_config`: a native `config.json` is that block, lifted and cleaned, with four of ours.
+The keys are those of the published `text_config`: a native `config.json` is that block, lifted and cleaned, with five of ours.
 
 
 | key | meaning |
@@ -8,6 +8,7 @@ The keys are those of the published `text_config`: a native `config.json` is tha
 | `experts_format` | `packed`: routed experts are MXFP4 codes and scales; `bf16`: plain matrices in the model's dtype |
 | `num_experts_per_layer` | experts of each layer where pruning left unequal counts (null for dense layers), else null |
 | `residual_in_fp32` | embedding, prefix and blocks are kept in at least fp32 between layers, whatever the model's dtype |
+| `indexer_config` | Kimi K3.1's sparse attention: `num_heads`, `head_dim`, `topk`, `norm_eps`, `norm_bias`, `layers` (1-based) |
 | `mla_norm_eps` | eps of MLA's q_a and kv_a norms; the reference takes its class default, 1e-6, not `rms_norm_eps` |
 
 Layer numbers in `linear_attn_config` are 1-based, as published; `layer_kinds` is the 0-based form everything else uses.
@@ -55,6 +56,7 @@ class KimiK3TextConfig(PretrainedConfig):
     mla_use_nope: bool = True
     mla_use_output_gate: bool = True
     mla_norm_eps: float = 1e-6
+    indexer_config: Json | None = None
     hidden_act: str = "situ"
     activation_situ_beta: float | None = 4.0
     activation_situ_linear_beta: float | None = 25.0
@@ -113,6 +115,11 @@ class KimiK3TextConfig(PretrainedConfig):
         """`kda` or `mla` for each layer, 0-based."""
         mla = set(self.linear["full_attn_layers"])
         return ["mla" if n in mla else "kda" for n in range(1, self.num_hidden_layers + 1)]
+
+    def indexer_of(self, layer: int) -> Json | None:
+        """The indexer's config of a 0-based layer, None where it reads all keys."""
+        block = self.indexer_config
+        return block if block is not None and layer + 1 in block["layers"] else None
 
     def experts_of(self, layer: int) -> int:
         """Number of routed experts of a 0-based layer; 0 where its MLP is dense."""

@@ -24,6 +24,8 @@ GROUP = 32  # weights that share one MXFP4 scale
 def check(config: KimiK3TextConfig) -> None:
     """Raise Problems naming everything that is wrong with `config`."""
     found = [*_ranges(config), *_layers(config), *_attention(config)]
+    if config.indexer_config is not None:
+        found += _indexer(config, config.indexer_config)
     if config.num_experts:
         found += _experts(config)
     if found:
@@ -86,6 +88,25 @@ def _attention(c: KimiK3TextConfig) -> list[str]:
         found.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if c.qk_rope_head_dim < 0:
         found.append(f"qk_rope_head_dim = {c.qk_rope_head_dim} must not be negative")
+    return found
+
+
+def _indexer(c: KimiK3TextConfig, block: dict) -> list[str]:
+    """Every number of the indexer is there, and its layers are MLA layers that compress their queries."""
+    found = [
+        f"indexer_config.{n} = {block.get(n)!r} must be a positive whole number"
+        for n in ("num_heads", "head_dim", "topk")
+        if not _positive(block.get(n))
+    ]
+    eps, bias, layers = block.get("norm_eps"), block.get("norm_bias"), block.get("layers")
+    if not (isinstance(eps, float) and eps > 0):
+        found.append(f"indexer_config.norm_eps = {eps!r} must be a number above 0")
+    if not isinstance(bias, bool):
+        found.append(f"indexer_config.norm_bias = {bias!r} must be true or false")
+    if not isinstance(layers, list) or set(layers) - set(c.linear.get("full_attn_layers") or ()):
+        found.append(f"indexer_config.layers = {layers!r} must be full_attn_layers (1-based)")
+    if c.q_lora_rank is None:
+        found.append("indexer_config needs q_lora_rank: an indexer reads compressed queries")
     return found
 
 

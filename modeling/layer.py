@@ -39,7 +39,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         block = config.attn_res_block_size
         self.starts_block = block is not None and index % block == 0
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = KimiMLA(config) if self.kind == "mla" else KimiDeltaAttention(config)
+        self.self_attn = KimiMLA(config, config.indexer_of(index)) if self.kind == "mla" else KimiDeltaAttention(config)
         experts = config.experts_of(index)
         act = GatedActivation(config.hidden_act, config.activation_situ_beta, config.activation_situ_linear_beta)
         self.mlp = KimiMoE(config, experts) if experts else KimiMLP(hidden, config.intermediate_size, act)

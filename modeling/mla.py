@@ -6,10 +6,12 @@
 | latent | 512 latents, normed, and 64 key dimensions shared by all heads | `kv_a_proj_with_mqa` [576, 7168] |
 | k, v | `kv_b(latents)`: 128 + 128 per head; the shared 64 join k unrotated | `kv_b_proj` [24576, 512] |
 | scores | `q k^T * 192^-0.5`, causal, softmax in at least fp32 | |
+| keys read | all earlier ones, or those that an indexer chooses (Kimi K3.1, `kconv.modeling.indexer`) | `indexer.*` |
 | output | `o_proj(attention * sigmoid(g_proj(x)))`, gate optional | `g_proj`, `o_proj` |
 
-The cache keeps latents and shared key dimensions only. Short queries over a cache are answered in latent space (`kv_b`
-folded into the query and the output), longer ones expand the latents; both are the same function up to rounding.
+The cache keeps latents and shared key dimensions, and the indexer's keys beside them. Short queries over a cache are
+answered in latent space (`kv_b` folded into the query and the output), longer ones expand the latents; both are the same
+function up to rounding.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kconv.modeling.dtypes import wide
+from kconv.modeling.indexer import KimiIndexer
 from kconv.modeling.norm import KimiRMSNorm
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ def softmax(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
 class KimiMLA(nn.Module):
     """One MLA layer; see the module's table. `config` needs only the MLA fields of KimiK3TextConfig: drafts reuse it."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, indexer: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.heads, self.groups = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
         self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -82,6 +85,7 @@ class KimiMLA(nn.Module):
         self.gated = config.mla_use_output_gate
         if self.gated:
             self.g_proj = nn.Linear(hidden, self.heads * self.value, bias=False)
+        self.indexer = None if indexer is None or self.q_rank is None else KimiIndexer(indexer, hidden, self.q_rank)
 
     @property
     def eager(self) -> bool:
@@ -113,13 +117,14 @@ class KimiMLA(nn.Module):
         return q.unflatten(-1, (self.heads, self.nope + self.rope)).transpose(1, 2)
 
     def latents(self, x: torch.Tensor) -> torch.Tensor:
-        """Normed latents and shared key dimensions, [B, T, rank + rope]: all that a cache needs."""
+        """Normed latents and shared key dimensions, [B, T, rank + rope], then index keys: all that a cache needs."""
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
-        return torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
+        index = () if self.indexer is None else (self.indexer.keys(x),)
+        return torch.cat([self.kv_a_layernorm(latent), shared, *index], dim=-1)
 
     def expand(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, H, S, nope + rope] and values [B, H, S, value] of latents [B, S, rank + rope]."""
-        latent, shared = latents.split([self.rank, self.rope], dim=-1)
+        """Keys [B, H, S, nope + rope] and values [B, H, S, value] of latents [B, S, rank + rope or more]."""
+        latent, shared = latents[..., : self.rank + self.rope].split([self.rank, self.rope], dim=-1)
         kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope + self.value)).transpose(1, 2)
         kv = kv if self.groups == 1 else kv.repeat_interleave(self.groups, dim=1)
         k, v = kv.split([self.nope, self.value], dim=-1)
@@ -130,12 +135,19 @@ class KimiMLA(nn.Module):
         o = o.transpose(1, 2).flatten(-2)
         return self.o_proj(o * self.g_proj(x).sigmoid() if self.gated else o)
 
-    def selected_keys(self, x: torch.Tensor, latents: torch.Tensor) -> torch.Tensor | None:
+    def selected_keys(
+        self, x: torch.Tensor, latents: torch.Tensor, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Boolean mask [B, 1, T, S] of the keys a query may read, causality included; None reads all earlier ones.
 
-        The place for a sparse-attention indexer: it sees the layer's input and everything the cache holds.
+        `latents` is everything the cache holds; `allowed` what padding leaves of it.
         """
-        return None
+        if self.indexer is None or latents.shape[1] <= self.indexer.topk:
+            return allowed
+        if allowed is None:
+            allowed = causal_mask(x.shape[1], latents.shape[1], x.device)
+        compressed = self.q_a_layernorm(self.q_a_proj(x))
+        return self.indexer.select(x, compressed, latents[..., self.rank + self.rope :], allowed)
 
     def _by_sequence(self, x: torch.Tensor, latents: torch.Tensor, bounds: list[int]) -> torch.Tensor:
         """Each sequence of a flat row by itself: causal without a mask, and no work between sequences."""
@@ -155,9 +167,7 @@ class KimiMLA(nn.Module):
         return torch.cat(parts, dim=2) if parts else v
 
     def _over_cache(self, x: torch.Tensor, latents: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-        selected = self.selected_keys(x, latents)
-        if selected is not None:
-            allowed = selected if allowed is None else allowed & selected
+        allowed = self.selected_keys(x, latents, allowed)
         # Expanding costs rank * (nope + value) per key and head, latent space this much more per query and key.
         extra = 2 * self.rank + self.rope - (self.nope + self.rope + self.value)
         if x.shape[1] * extra > self.rank * (self.nope + self.value):
@@ -171,7 +181,8 @@ class KimiMLA(nn.Module):
         to_key, to_value = up.split([self.nope, self.value], dim=1)
         nope, rope = q.split([self.nope, self.rope], dim=-1)
         folded = torch.cat([nope @ to_key, rope], dim=-1)
-        scores = (folded.flatten(1, 2) @ latents.transpose(1, 2)).unflatten(1, q.shape[1:3]) * self.scale
+        rows = latents[..., : self.rank + self.rope]
+        scores = (folded.flatten(1, 2) @ rows.transpose(1, 2)).unflatten(1, q.shape[1:3]) * self.scale
         if allowed is None and q.shape[2] > 1:
             allowed = causal_mask(q.shape[2], latents.shape[1], q.device)
         weights = softmax(scores, allowed)
