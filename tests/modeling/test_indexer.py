@@ -151,7 +151,7 @@ def test_cached_decoding_after_left_padding() -> None:
         made(x, attention_mask=mask[:, :30], cache=cache, use_cache=True)
         padded = [made(more[:, i : i + 1], attention_mask=mask[:, : 31 + i], cache=cache).logits for i in range(10)]
         alone = made(torch.cat([x[1:, 11:], more[1:]], dim=1), use_cache=False).logits
-    torch.testing.assert_close(torch.cat(padded, dim=1)[1:], alone[:, 19:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat(padded, dim=1)[1:], alone[:, 19:], rtol=0, atol=3e-5)
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
@@ -160,7 +160,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
     with torch.no_grad():
         packed = made(x, cu_seqlens=bounds, use_cache=False).logits
         apart = [made(x[:, a:b], use_cache=False).logits for a, b in ((0, 13), (13, 20), (20, 60))]
-    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=0, atol=3e-5)
 
 
 def test_generation_takes_tokens_back() -> None:
@@ -174,7 +174,7 @@ def test_generation_takes_tokens_back() -> None:
         cache.crop(-6)
         again = made(ids(1, 4, seed=5), cache=cache, use_cache=True).logits
         whole = made(torch.cat([x, ids(1, 4, seed=5)], dim=1), use_cache=False).logits
-    torch.testing.assert_close(again, whole[:, 30:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(again, whole[:, 30:], rtol=0, atol=3e-5)
 
 
 def test_save_and_load(tmp_path: Any) -> None:
