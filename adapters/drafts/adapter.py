@@ -4,6 +4,7 @@
 |---|---|---|
 | published -> native | the same bytes under native names | one meaning a key; what is unsaid is written out or left open |
 | native -> published | back under the names the file had | the source's own, word for word, from the manifest |
+| native without a manifest -> published | native names, which trainers use too | written for runtimes (`writing`) |
 
 Every tensor is claimed: a tensor that the config does not explain (another head, a stale key) is an error, as is a missing one.
 Copies of the target's embedding and head are kept: whether they equal the target's is a question for `kconv check`.
@@ -21,6 +22,7 @@ from kconv.adapters.drafts.kinds import complete
 from kconv.adapters.drafts.reading import Reading, declare, read_draft_config
 from kconv.adapters.drafts.rows import FAMILIES, Row, kinds_of_taps, rows_of, shape, sizes
 from kconv.adapters.drafts.spelling import spell, traits_of
+from kconv.adapters.drafts.writing import serving_config
 from kconv.errors import KconvError
 from kconv.isos.base import Iso, Same
 from kconv.isos.dtype import Cast
@@ -72,6 +74,8 @@ def read_source(checkpoint: Checkpoint, declared: Mapping[str, Any] | None = Non
         traits = list((manifest.get("facts") or {}).get("spelling") or [])
         config = complete(declare(checkpoint.config, declared or {}))
         source = DraftSource(checkpoint, NATIVE, config, original, traits, notes)
+        if not original:
+            notes.append("no kconv.json: --to hf writes its config for runtimes, and native names")
     else:
         reading: Reading = read_draft_config(checkpoint.config, checkpoint.entries, declared)
         traits = traits_of(checkpoint.entries)
@@ -148,12 +152,7 @@ def _iso(source: DraftSource, row: Row, options: Options) -> Iso:
 
 def _config(source: DraftSource, options: Options) -> dict[str, Any]:
     if options.to == PUBLISHED:
-        if source.layout == NATIVE and not source.original:
-            raise KconvError(
-                f"{source.checkpoint.where} has no kconv.json, so its published config is not known",
-                hint="copy kconv.json from the conversion it came from",
-            )
-        config = dict(source.original)
+        config = dict(source.original) or serving_config(source.config)
         if options.dtype:
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(options.dtype)
         return config
