@@ -2,10 +2,10 @@
 
 | key | written | why |
 |---|---|---|
-| `block_size`, `mask_token_id`, `target_layer_ids` | nested in `dflash_config` and at the top level | runtimes read one or the other |
+| `block_size`, `mask_token_id`, `target_layer_ids` | in `dflash_config` and at the top level | runtimes read either |
 | `sample_from_anchor` | always | says whether `block_size` counts the anchor |
 | `num_target_layers`, `target_num_hidden_layers` | both the depth | the first is read as the depth or as the number of taps |
-| `rope_parameters`, `rope_scaling`, `rope_theta` | all, with `attention_factor`; none without RoPE | Transformers 5, 4, and runtimes' own defaults |
+| RoPE's three keys | all, with `attention_factor`; none without RoPE | Transformers 5 and 4, and runtimes' own defaults |
 | `is_causal`, `layer_types`, `sliding_window` | always | the default differs between runtimes |
 | `aux_hidden_stream`, `mla_norm_eps` | where they are known | in hardly any published file |
 | Eagle3's ids | boundaries, with `tap_convention` | vLLM takes these as they are |
