@@ -57,6 +57,16 @@ def capture(
 
     Raises KconvError for what the reference refuses, EnvironmentLacks for what its environment lacks.
     """
+    target = _target(ref, out, overwrite)
+    argv = [str(Path(ref)), str(target), "--dtype", dtype, "--also", ",".join(also), "--device", device, "--modules", modules]
+    argv += ["--tokens", str(tokens), "--batch", str(batch), "--seed", str(seed)]
+    for flag, value in (("--ids", ids), ("--text", text), ("--code", code), ("--operators", operators)):
+        argv += [flag, str(value)] if value is not None else []
+    return _run(str(python or sys.executable), [*argv, *(["--trust-remote-code"] if trust_remote_code else [])])
+
+
+def _target(ref: str | Path, out: str | Path, overwrite: bool) -> Path:
+    """The file to write; refused where it is there, or where `ref` is no folder."""
     if str(ref).startswith("hf://") or not Path(ref).is_dir():
         raise KconvError(f"{ref} is no folder", hint="a reference runs from a local folder; `hf download OWNER/NAME` makes one")
     target = Path(out)
@@ -64,12 +74,7 @@ def capture(
         target = target / "golden.safetensors"
     if target.exists() and not overwrite:
         raise KconvError(f"{target} is there already", hint="--overwrite replaces it")
-    argv = [str(Path(ref)), str(target), "--dtype", dtype, "--also", ",".join(also), "--device", device, "--modules", modules]
-    argv += ["--tokens", str(tokens), "--batch", str(batch), "--seed", str(seed)]
-    for flag, value in (("--ids", ids), ("--text", text), ("--code", code), ("--operators", operators)):
-        argv += [flag, str(value)] if value is not None else []
-    argv += ["--trust-remote-code"] if trust_remote_code else []
-    return _run(str(python or sys.executable), argv)
+    return target
 
 
 def _run(python: str, argv: list[str]) -> dict[str, Any]:

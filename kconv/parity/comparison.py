@@ -223,7 +223,7 @@ class _Comparison:
 
     def unseen(self, source: Any) -> None:
         """What took no part in the runs: compared with the source's bits, or said to be unjudged."""
-        names = unseen(self.model, {i: ids for i, (ids, _) in self.first.routing.items()})
+        names = unseen(self.model, {i: ids for i, (ids, _) in self.first.routing.items()}, self.golden.ids)
         if names:
             self.verdict.unseen(names, None if source is None else different(self.model, source, names))
 

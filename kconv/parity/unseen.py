@@ -4,6 +4,7 @@
 |---|---|
 | the first layer's `self_attention_res_norm`, `_proj` | there is no block to mix before the first one is set aside |
 | experts that no token was sent to | few tokens, many experts |
+| the embedding's rows of ids that do not occur | few tokens, a large vocabulary |
 
 Only their bytes are read from the source, through the plan that would convert it; everything else the runs have judged.
 """
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 Unseen = dict[str, set[int] | None]  # name in the state dict -> experts (None: the whole tensor)
 
 
-def unseen(model: Any, routing: ByLayer) -> Unseen:
-    """The tensors, or rows of stacked expert tensors, that a pass with this routing (layer -> ids) did not read."""
+def unseen(model: Any, routing: ByLayer, ids: torch.Tensor) -> Unseen:
+    """The tensors that a pass over `ids` with this routing (layer -> expert ids) did not read, or not all of."""
     found: Unseen = {}
     layers = decoder_of(model).layers
+    if len(ids.unique()) < model.get_input_embeddings().weight.shape[0]:
+        found["model.embed_tokens.weight"] = None
     for name, _ in layers[0].named_parameters():
         if name.startswith("self_attention_res_"):
             found[f"model.layers.0.{name}"] = None
@@ -60,7 +63,7 @@ def different(model: Any, source: Any, names: Unseen) -> list[str]:
 
     made = plan(str(source), "native", **same_form(source, model)).check()
     found: set[str] = set()
-    for scope in sorted({".".join(n.split(".")[1:3]) + "." for n in names}):
+    for scope in sorted({_scope(n) for n in names}):
         here = {n: e for n, e in names.items() if n.removeprefix("model.").startswith(scope) and n in made.targets}
         with held(model, (scope,)):
             sink = _Comparison(model, made, here)
@@ -70,6 +73,12 @@ def different(model: Any, source: Any, names: Unseen) -> list[str]:
             execute(todo, made.source.files, sink, workers=default_workers())
         found |= sink.found
     return sorted(found)
+
+
+def _scope(name: str) -> str:
+    """How the names in a tensor's part of the model begin, without `model.`: `layers.3.`, `embed_tokens.`."""
+    part = name.removeprefix("model.").split(".")
+    return ".".join(part[:2] if part[0] == "layers" else part[:1]) + "."
 
 
 def _only(stream: Iterator[Slab], sink: _Comparison) -> Iterator[Slab]:

@@ -75,7 +75,8 @@ class Verdict:
         experts = {n.split(".")[2]: e for n, e in names.items() if e is not None}
         idle = sum(map(len, experts.values()))
         said = [f"{idle} experts of {len(experts)} layers"] if idle else []
-        said += ["the first layer's self_attention_res"] if any(e is None for e in names.values()) else []
+        said += ["rows of the embedding"] if "model.embed_tokens.weight" in names else []
+        said += ["the first layer's self_attention_res"] if any("self_attention_res" in n for n in names) else []
         how = "not judged; --source compares them bit for bit" if differ is None else "compared with the source bit for bit"
         self.report.notes.append(f"unseen by every token, {how}: {', '.join(said)}")
         self.report.unseen = {"experts": {k: sorted(e) for k, e in experts.items()}, "different": differ}

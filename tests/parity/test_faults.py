@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from kconv import parity
 from kconv.modeling import kda_ops
+from kconv.parity.unseen import different, unseen
 from tests.parity.goldens import LONG, TINY, changed, golden, model, perturb
 
 CONV = [f"{x}_{kind}" for x in "qkv" for kind in ("proj", "conv1d")]
@@ -233,10 +234,32 @@ def test_a_formula_is_not_blamed_on_the_conversion(monkeypatch: pytest.MonkeyPat
     assert any("not the conversion" in note for note in report.notes)
 
 
-def test_a_tensor_that_no_token_reads_is_compared_with_the_source() -> None:
-    name = "layers.0.self_attention_res_norm.weight"
-    with changed(model(TINY), f"model.{name}", perturb):
+def spoil_an_unused_row(tensor: torch.Tensor) -> None:
+    used = set(parity.Golden(golden(TINY)).ids.flatten().tolist())
+    tensor[next(i for i in range(512) if i not in used), 3] += 1
+
+
+@pytest.mark.parametrize(
+    ("module", "change"), [("layers.0.self_attention_res_norm", perturb), ("embed_tokens", spoil_an_unused_row)]
+)
+def test_what_no_token_reads_is_compared_with_the_source(module: str, change: Callable[[torch.Tensor], None]) -> None:
+    with changed(model(TINY), f"model.{module}.weight", change):
         report = parity.compare(model(TINY), golden(TINY), source=TINY)
     assert not report.passed
-    assert report.first_divergence == "layers.0.self_attention_res_norm"
-    assert [f["check"] for f in report.failed] == [name]
+    assert report.first_divergence == module
+    assert [f["check"] for f in report.failed] == [f"{module}.weight"]
+
+
+def test_an_expert_that_no_token_is_sent_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = model(TINY)
+    router = loaded.model.layers[8].mlp.gate
+    names: Any = unseen(loaded, {8: torch.tensor([[0, 1], [2, 3]])}, torch.arange(512))
+    assert names["model.layers.8.mlp.experts.down_proj_packed"] == {4, 5, 6, 7}
+    assert len(names["model.layers.8.mlp.experts.down_proj_packed"]) + 4 == router.weight.shape[0]
+
+    def spoil(tensor: torch.Tensor) -> None:
+        tensor[0, 0] ^= 1  # an expert that was seen: the runs judge it
+        tensor[6, 0] ^= 1
+
+    with changed(loaded, "model.layers.8.mlp.experts.down_proj_packed", spoil):
+        assert different(loaded, TINY, names) == ["layers.8.mlp.experts.down_proj_packed[6]"]
