@@ -3,7 +3,8 @@
 Sizes (K3 in brackets): C hidden [7168], H KDA heads [96], D KDA head dim [128], P = H*D [12288], K conv kernel [4],
 A attention heads [96], Q q_lora [1536], R kv_lora [512], QK = nope+rope head dim [192], B = nope+v head dim [256],
 O = A*v [12288], I dense width [33792], M expert width [3072], S shared width [6144], L latent width [3584],
-E experts [896], V vocabulary [163840]. Kimi-Linear is the same table without attention residuals, latent and MLA gate.
+E experts [896], V vocabulary [163840]; of Kimi K3.1's indexer N heads [32] and T key width [128].
+Kimi-Linear is the same table without attention residuals, latent and MLA gate.
 
 Source: headers of the published checkpoint (60 patterns that multiply out to its 497,220 tensors).
 """
@@ -51,6 +52,16 @@ def q_lora(c: Config) -> bool:
     return bool(c.get("q_lora_rank"))
 
 
+def indexer(c: Config) -> bool:
+    """Whether some MLA layers choose their keys (Kimi K3.1)."""
+    return bool(c.get("indexer_config"))
+
+
+def family(c: Config) -> str:
+    """What to call a model of this config."""
+    return "Kimi K3.1" if indexer(c) else "Kimi K3" if attn_res(c) else "Kimi-Linear"
+
+
 ROWS: tuple[Row, ...] = (
     Row("embed_tokens.weight", "model", ("V", "C")),
     Row("input_layernorm.weight", "layer", ("C",)),
@@ -81,6 +92,11 @@ ROWS: tuple[Row, ...] = (
     Row("self_attn.kv_b_proj.weight", "mla", ("G*B", "R")),
     Row("self_attn.g_proj.weight", "mla", ("O", "C"), when=lambda c: bool(c.get("mla_use_output_gate"))),
     Row("self_attn.o_proj.weight", "mla", ("C", "O")),
+    Row("self_attn.indexer.wq_b.weight", "indexer", ("N*T", "Q"), when=indexer),
+    Row("self_attn.indexer.wk.weight", "indexer", ("T", "C"), when=indexer),
+    Row("self_attn.indexer.weights_proj.weight", "indexer", ("N", "C"), when=indexer),
+    Row("self_attn.indexer.k_norm.weight", "indexer", ("T",), when=indexer),
+    Row("self_attn.indexer.k_norm.bias", "indexer", ("T",), when=lambda c: indexer(c) and c["indexer_config"]["norm_bias"]),
     Row("post_attention_layernorm.weight", "layer", ("C",)),
     Row("mlp_res_norm.weight", "layer", ("C",), when=attn_res),
     Row("mlp_res_proj.weight", "layer", (1, "C"), when=attn_res),
@@ -113,7 +129,7 @@ MEANING = {
     "R": "kv_lora_rank", "rope": "qk_rope_head_dim", "QK": "qk_nope_head_dim+qk_rope_head_dim",
     "B": "qk_nope_head_dim+v_head_dim", "O": "num_attention_heads*v_head_dim", "I": "intermediate_size",
     "M": "moe_intermediate_size", "S": "moe_intermediate_size*num_shared_experts", "L": "routed_expert_hidden_size",
-    "E": "experts by the router's rows",
+    "E": "experts by the router's rows", "N": "indexer heads by weights_proj's rows", "T": "indexer width by wk's rows",
 }  # fmt: skip
 # Counts that a config must have, and those that it may leave out.
 COUNTS = ("num_hidden_layers", "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size",
@@ -198,7 +214,8 @@ def _kinds(config: Config, n: int, kda: tuple[int, ...], mla: tuple[int, ...]) -
     has_experts = bool(config.get("num_experts"))
     moe = tuple(i for i in range(n) if has_experts and i >= first and i % every == 0)
     dense = tuple(i for i in range(n) if i not in moe)
-    return {"layer": tuple(range(n)), "kda": kda, "mla": mla, "dense": dense, "moe": moe}
+    sparse = tuple(i - 1 for i in (config.get("indexer_config") or {}).get("layers", ()))
+    return {"layer": tuple(range(n)), "kda": kda, "mla": mla, "dense": dense, "moe": moe, "indexer": sparse}
 
 
 def _sizes(config: Config, linear: Config) -> dict[str, int]:
@@ -225,4 +242,6 @@ def _sizes(config: Config, linear: Config) -> dict[str, int]:
         "S": moe_width * (config.get("num_shared_experts") or 0),
         "L": config.get("routed_expert_hidden_size") or config["hidden_size"],
         "E": config.get("num_experts") or 0,
+        "N": (config.get("indexer_config") or {}).get("num_heads", 0),
+        "T": (config.get("indexer_config") or {}).get("head_dim", 0),
     }

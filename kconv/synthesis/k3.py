@@ -45,10 +45,14 @@ class Piece:
 def make_k3(shape: K3Shape, seed: int) -> Synthetic:
     """A Kimi K3 checkpoint."""
     shape.check()
-    text = _Text(shape, k3_layout(k3_text_config(shape)), all_fp32=True)
+    return k3_like(shape, k3_layout(k3_text_config(shape)), k3_config(shape), seed)
+
+
+def k3_like(shape: K3Shape, layout: K3Layout, config: dict[str, Any], seed: int) -> Synthetic:
+    """A checkpoint in Kimi K3's shards, of a layout's tensors and the vision tower."""
+    text = _Text(shape, layout, all_fp32=True)
     pieces = [*text.pieces(), *(vision(shape) if _sees(shape) else ())]
-    files = _published_shards(shape, pieces)
-    return _synthetic(shape, k3_config(shape), pieces, files, seed)
+    return _synthetic(shape, config, pieces, _published_shards(shape, pieces), seed)
 
 
 def frame_k3(shape: K3Shape) -> Synthetic:

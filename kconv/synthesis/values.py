@@ -44,6 +44,7 @@ LAWS: tuple[Law, ...] = (
     Law("dt_bias", 0.0, 0.5),
     Law("e_score_correction_bias", 4.0, 0.1),
     Law("conv1d.weight", 0.0, 0.4),
+    Law("k_norm.bias", 0.0, 0.1),
     Law("res_proj.weight", 0.0, 0.3, calm=0.2),
     Law("embed_tokens.weight", 0.0, 1.0),
     Law("routed_expert_down_proj.weight", 0.0, None),

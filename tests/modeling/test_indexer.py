@@ -40,8 +40,8 @@ def theirs_of(ours: KimiIndexer) -> Any:
     """Transformers' indexer with the same weights; cos = 1 and sin = 0 leave everything where it is."""
     deepseek = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
     config = deepseek.DeepseekV32Config(
-        hidden_size=HIDDEN, q_lora_rank=RANK, index_n_heads=ours.heads, index_head_dim=ours.dim, index_topk=ours.topk,
-        qk_rope_head_dim=4,
+        hidden_size=ours.wk.in_features, q_lora_rank=ours.wq_b.in_features, index_n_heads=ours.heads,
+        index_head_dim=ours.dim, index_topk=ours.topk, qk_rope_head_dim=4,
     )  # fmt: skip
     theirs = deepseek.DeepseekV32Indexer(config, 0)
     theirs.load_state_dict(ours.state_dict(), strict=True)
