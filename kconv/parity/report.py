@@ -113,7 +113,7 @@ class Report:
             out.append(f"layer by layer, on the reference's inputs: worst {worst['module']} {_e(worst['error'])}, "
                        f"limits {self.limits.states[0]:.0e} (worst token), {self.limits.states[1]:.0e} (median)")  # fmt: skip
         if self.routing_flips is not None:
-            out.append(f"routing flips: {self.routing_flips} tokens ({self.routing} routing)")
+            out.append(f"routing flips: {self.routing_flips} tokens (the reference's experts: {self.routing})")
         out += self.notes
         if self.first_divergence:
             out.append(f"first divergence: {self.first_divergence} {_where(self.divergence or {})}")

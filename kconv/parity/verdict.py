@@ -17,7 +17,7 @@ from kconv.parity.report import MAIN, Report
 from kconv.parity.trace import ByLayer
 
 Noise = str | Path | dict[str, float] | None
-DERIVED = "our own, each layer on the reference's inputs"
+DERIVED = "as our layers choose on its inputs"
 
 
 class Verdict:
