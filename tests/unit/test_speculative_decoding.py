@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kconv.errors import KconvError
+from kconv.modeling import KimiK3TextConfig
 from kconv.modeling.dflash2 import DFlash2Config, DFlash2DraftModel
 from kconv.modeling.dflash_k3 import KimiK3DFlashDraftModel, build_kimi_k3_dflash_draft_config
 from kconv.modeling.dflash_k25 import DFlashConfig, DFlashDraftModel
@@ -116,6 +117,30 @@ def test_k3_decodes_the_same_tokens(k3: Any, family: str, way: str) -> None:
 def out_of_order(out: Any) -> int:
     """Verifications after which something had to be taken back."""
     return sum(a < n + 1 for a, n in zip(out.acceptance_lengths, out.proposed, strict=True))
+
+
+@pytest.mark.parametrize("way", ["record", "snapshot"])
+@pytest.mark.parametrize("target", ["k3.1", "kimi-linear"])
+def test_other_kimi_targets_decode_the_same_tokens(target: str, way: str) -> None:
+    """Kimi K3.1, whose attention keeps index keys in the cache and reads few keys, and Kimi-Linear without attention residuals."""
+    index = {"num_heads": 16, "head_dim": 16, "topk": 8, "norm_eps": 1e-6, "norm_bias": True, "layers": [3, 5]}
+    if target == "k3.1":
+        model, stream = tiny.model(1, vocab_size=VOCAB, pad_token_id=0, indexer_config=index), "prefix"
+    else:
+        model, stream = (
+            tiny.of(KimiK3TextConfig.from_k3({**tiny.LINEAR_48B, "vocab_size": VOCAB, "pad_token_id": 0}), 1),
+            "output",
+        )
+    drafts = [draft_for(model, "k3-dflash"), dspark(model, capture_stream=stream).eval()]
+    assert drafts[0].config.to_dict().get("indexer_config") is None
+    for draft in drafts:
+        draft.config.capture_stream = stream
+        for seed in range(3):
+            ids = prompt(12 + seed, seed)
+            plain = plain_generate(model, ids, 20)
+            out = speculative_generate(model, draft, ids, 20, way=way, draft_tokens=3)
+            assert torch.equal(out.tokens, plain.tokens)
+            assert sum(out.acceptance_lengths) == 19
 
 
 def test_plain_decoding_is_generate(k3: Any) -> None:
