@@ -7,7 +7,7 @@ of every other file. So yesterday's pass says nothing about today's files.
 |---|---|---|
 | `check` | `fits` | it is true |
 | `verify-parity` | `verdict`, no `fits` | it is `pass` |
-| `verify` | `compared`, neither of the others | `ok` |
+| `verify` | `compared`, neither of the others | `ok`, and not of a sample |
 
 Results lie in the folder as `kconv.verify.json`, `kconv.parity.json`, `kconv.check.json` (and are published with it), or
 are given by path.
@@ -43,6 +43,8 @@ def judge(result: dict[str, Any]) -> tuple[bool, str]:
         return result["verdict"] == "pass", ", ".join([words, *figures])
     if "compared" in result:
         found = f"{result['compared']:,} tensors compared, {result.get('different', 0):,} different"
+        if result.get("sample") is not None:
+            return False, f"verify: {found}, but only a sample was"
         return bool(result.get("ok")) and result["compared"] > 0, f"verify: {found}"
     raise KconvError("is no result of verify, verify-parity or check --json")
 

@@ -59,6 +59,16 @@ def build(plan: Plan, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def write_saved(folder: Path, family: str) -> None:
+    """The manifest of a folder that a native class saved: what every file is, though not what it was converted from."""
+    from kconv.hashing import sha256_file
+
+    paths = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "kconv.json"}
+    files = {n: {"size": p.stat().st_size, "sha256": sha256_file(p)} for n, p in paths.items() if not n.startswith(".")}
+    made = {"format": FORMAT, "kind": "saved", "family": family, "files": files, "versions": versions()}
+    (folder / "kconv.json").write_bytes(dump(made))
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides the bytes."""
     found = {"python": platform.python_version()}

@@ -23,9 +23,9 @@ UNKNOWN = "unknown"
 DIGESTED = ("config", "index", "tokenizer", "weights")
 LICENCE_KEYS = ("license", "license_name", "license_link")
 SERVE = {
-    "vllm": "vllm serve {target} --revision {revision} --speculative-config "
+    "vllm": "vllm serve {target}{at} --speculative-config "
     "'{{\"method\": \"{method}\", \"model\": \"{repo}\", \"num_speculative_tokens\": {drafted}}}'",
-    "sglang": "python -m sglang.launch_server --model-path {target} --revision {revision} --speculative-algorithm {METHOD} "
+    "sglang": "python -m sglang.launch_server --model-path {target}{at} --speculative-algorithm {METHOD} "
     "--speculative-draft-model-path {repo} --speculative-num-draft-tokens {block}",
     "trtllm": "# speculative_config of the LLM API: decoding_type {Method}, speculative_model {repo}, max_draft_len {drafted}",
     "max": "max serve --model-path {target} --draft-model-path {repo} --speculative-method {method}",
@@ -70,7 +70,7 @@ def draft_card(
         "## The target it belongs to",
         _table(target_rows(target)),
         "Check it before serving (ranges only; shapes cannot tell sister models apart):",
-        _code(f"kconv check . --target hf://{target['repo']}@{target['revision']}", "bash"),
+        _code(f"kconv check . --target {_source(target)}", "bash"),
         "## The draft",
         _table(draft_rows(draft, provenance["training"])),
         "## Loading",
@@ -227,6 +227,12 @@ def _target_name(target: Mapping[str, Any]) -> str:
     return f"[{target['repo']}](https://huggingface.co/{target['repo']}{tree})"
 
 
+def _source(target: Mapping[str, Any]) -> str:
+    if target["repo"] == UNKNOWN:
+        return "TARGET"
+    return f"hf://{target['repo']}" + (f"@{target['revision']}" if target["revision"] != UNKNOWN else "")
+
+
 def _results(results: Iterable[tuple[str, str]]) -> str:
     rows = [(f"`{command}`", found) for found, command in results]
     return _table(rows, ("command", "found")) if rows else "Nothing is recorded yet."
@@ -235,9 +241,10 @@ def _results(results: Iterable[tuple[str, str]]) -> str:
 def _loading(target: Mapping[str, Any], draft: Mapping[str, Any], runtimes: Iterable[tuple[str, str]], family: str) -> list[str]:
     method = METHODS.get(family, family)
     drafted, size = draft["block"]["drafted"], draft["block"]["size"]
+    at = f" --revision {target['revision']}" if target["revision"] != UNKNOWN else ""
     values = {
-        "target": target["repo"], "revision": target["revision"], "repo": "REPO_OR_FOLDER", "method": method.lower(),
-        "METHOD": method.upper(), "Method": method, "drafted": drafted, "block": size,
+        "target": target["repo"] if target["repo"] != UNKNOWN else "TARGET", "at": at, "repo": "REPO_OR_FOLDER",
+        "method": method.lower(), "METHOD": method.upper(), "Method": method, "drafted": drafted, "block": size,
     }  # fmt: skip
     parts = ["Native, on any machine:", _code('import kconv\ndraft = kconv.load("REPO_OR_FOLDER")', "python")]
     for name, file in runtimes:

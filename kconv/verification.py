@@ -128,6 +128,8 @@ def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: 
     if manifest is None:
         said = f"{MANIFEST} is not as kconv wrote it, so it cannot say what the other files should be"
         return result | {"ok": False, "files": [said]}
+    # `subject` ties the result to these files: `kconv publish --require verified` reads it.
+    result |= {"subject": hashlib.sha256(files.read(MANIFEST)).hexdigest(), "sample": sample}
     result["files"] = check_files(files, manifest, weights=sample is None)
     try:
         made = open_checkpoint(files)
@@ -172,6 +174,8 @@ def _same_plan(made: Checkpoint, source: Any) -> Plan:
     assert made.manifest is not None
     if source is None:
         raise KconvError("verify needs the source", hint="--source SOURCE: the folder or hf:// address it was converted from")
+    if "options" not in made.manifest:
+        raise KconvError(f"{made.where} was not made by `kconv convert`", hint="kconv check says whose draft a packaged one is")
     options = {**made.manifest["options"]}
     if "layers" in options:
         options["layers"] = tuple(options["layers"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -31,3 +32,10 @@ class StrictPreTrainedModel(PreTrainedModel):
                 hint="a published checkpoint is converted first: kconv convert SOURCE OUT",
             )  # fmt: skip
         return (model, info) if wants_info else model
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """Transformers' last step of `push_to_hub`; the manifest that `kconv publish` and `check` read goes along."""
+        from kconv.manifest import write_saved
+
+        write_saved(Path(working_dir), str(self.config.model_type))
+        return super()._upload_modified_files(working_dir, *args, **kwargs)

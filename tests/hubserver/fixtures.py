@@ -5,11 +5,12 @@ A conftest.py imports it: `from tests.hubserver.fixtures import hub, hub_token`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 from huggingface_hub.utils._http import close_session
 
 from tests.hubserver.server import WRITE_TOKEN, HubServer
@@ -36,9 +37,18 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        _forget_clients(monkeypatch, server.url)
         yield server
         close_session()
         assert not server.errors, server.errors[0]
+
+
+def _forget_clients(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Clients that were made for another address: huggingface_hub's own instance, Transformers' cached one."""
+    monkeypatch.setattr(hf_api.api, "endpoint", url)
+    transformers_hub = sys.modules.get("transformers.utils.hub")
+    if hasattr(transformers_hub, "_hf_api"):
+        monkeypatch.setattr(transformers_hub, "_hf_api", None)
 
 
 @pytest.fixture

@@ -203,8 +203,8 @@ class Handler(BaseHTTPRequestHandler):
         limit = self.fault.cut_response if self.fault else None
         if limit is not None:
             piece = piece[: max(0, limit - self.record.sent)]
+        self.record.sent += len(piece)  # before the client can have it, so that a test that counts is never early
         self.wfile.write(piece)
-        self.record.sent += len(piece)
         if limit is not None and self.record.sent >= limit:
             self.wfile.flush()
             raise Cut

@@ -290,6 +290,7 @@ def test_require_verified(hub: HubServer, hub_token: str, model: Path, tmp_path:
         ({**good, "ok": False, "different": 1}, "3 tensors compared, 1 different"),
         ({**good, "subject": "0" * 64}, "about other files"),
         ({**good, "compared": 0}, "0 tensors compared"),
+        ({**good, "sample": 2}, "only a sample was"),
         ({"verdict": "fail", "subject": good["subject"], "reference": "r", "dtype": "float64"}, "verify-parity fail"),
     ]:
         result.write_text(json.dumps(bad))
@@ -358,3 +359,21 @@ def test_failing_puts_are_repeated(hub: HubServer, hub_token: str, model: Path, 
     publish(model, "me/m")
     assert remote(hub, "me/m") == local(model)
     assert len(hub.requests("PUT")) == 7
+
+
+def test_a_real_verify_is_evidence(hub: HubServer, hub_token: str, tmp_path: Path) -> None:
+    from kconv.synthesis.families import tiny
+
+    run = CliRunner()
+    source, out = tmp_path / "source", tmp_path / "native"
+    tiny("k3", source)
+    assert run.invoke(cli, ["convert", str(source), str(out)]).exit_code == 0
+    verified = run.invoke(cli, ["verify", str(out), "--source", str(source), "--json"])
+    (tmp_path / "verify.json").write_text(verified.stdout)
+    args = ["publish", str(out), "me/native", "--card", "--require", "verified", "--evidence", str(tmp_path / "verify.json")]
+    done = run.invoke(cli, args)
+    assert done.exit_code == 0, done.output
+    assert "published and verified" in done.stdout
+    sampled = run.invoke(cli, ["verify", str(out), "--source", str(source), "--sample", "1", "--json"])
+    (tmp_path / "verify.json").write_text(sampled.stdout)
+    assert run.invoke(cli, args).exit_code == 1
