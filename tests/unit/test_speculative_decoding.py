@@ -122,7 +122,7 @@ def out_of_order(out: Any) -> int:
 @pytest.mark.parametrize("way", ["record", "snapshot"])
 @pytest.mark.parametrize("target", ["k3.1", "kimi-linear"])
 def test_other_kimi_targets_decode_the_same_tokens(target: str, way: str) -> None:
-    """Kimi K3.1, whose attention keeps index keys in the cache and reads few keys, and Kimi-Linear without attention residuals."""
+    """Kimi K3.1, whose cache has index keys beside the latents, and Kimi-Linear, which has no attention residuals."""
     index = {"num_heads": 16, "head_dim": 16, "topk": 8, "norm_eps": 1e-6, "norm_bias": True, "layers": [3, 5]}
     if target == "k3.1":
         model, stream = tiny.model(1, vocab_size=VOCAB, pad_token_id=0, indexer_config=index), "prefix"
