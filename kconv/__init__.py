@@ -20,9 +20,12 @@ _LAZY = {
     "load": "kconv.loading",
     "inspect": "kconv.inspection",
     "tiny": "kconv.synthesis.families",
+    "package": "kconv.packaging",
+    "check": "kconv.checking",
+    "publish": "kconv.publishing",
 }
 
-__all__ = ["convert", "inspect", "load", "plan", "tiny", "verify"]
+__all__ = ["check", "convert", "inspect", "load", "package", "plan", "publish", "tiny", "verify"]
 
 
 def __getattr__(name: str) -> Any:
