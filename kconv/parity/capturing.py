@@ -48,7 +48,7 @@ def capture(
         out: the file to write, or a folder that gets a `golden.safetensors`.
         python: interpreter of the reference's environment (torch, transformers, safetensors); this one by default.
         trust_remote_code: run the code that comes with the checkpoint (or lies in `code`).
-        dtype, also, device, operators: precision of the answers, lower ones to run as well, where, and on `torch` or `fla` forms of flash-linear-attention's operators.
+        dtype, also, device, operators: precision, lower ones to run as well, where, and with whose operators (`torch`, `fla`).
         modules: module outputs to keep: `none`, `full` or `sketch:K`.
         ids, text: JSON rows of ids or a safetensors file; a text file through the checkpoint's tokenizer, cut at `tokens`.
         tokens, batch, seed: seeded random inputs where neither is given.
