@@ -46,6 +46,7 @@ def test_long_prompt_with_every_module() -> None:
     assert data["tokens"] == 1040
     assert data["runs"]["padded"]["max_abs"] < 2e-6
     assert "not judged" in data["notes"][-1]
+    assert len(data["notes"]) == 1, "a recorded module is called without its hooks: call modules, not their methods"
     held = parity.Golden(golden(LONG))
     assert held.mask.sum(1).tolist() == [520, 390]
     assert len(held.points) == 136
@@ -58,7 +59,7 @@ def test_bf16_is_judged_by_the_reference_noise_and_flips_are_set_apart() -> None
     assert data["routing_flips"] > 0
     assert data["runs"]["forced"]["max_abs"] < data["max_abs"] / 10
     assert data["limits"]["from"].startswith("1.5 x the reference's own noise (captured in bfloat16)")
-    assert 0.5 < data["of_noise"]["median_abs"] < 1.5
+    assert 0.1 < data["of_noise"]["median_abs"] < 1.5
 
 
 def test_low_precision_without_known_noise_is_refused() -> None:
