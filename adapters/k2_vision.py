@@ -31,7 +31,7 @@ def vision_rules(source: K2Source, *, to_native: bool) -> Iterator[Rule]:
             yield rule(name, name)
         return
     config = vision_config(source.original_config)
-    sizes = _sizes(config, source.layout.sizes["C"])
+    sizes = vision_sizes(config, source.layout.sizes["C"])
     blocks = {"block": tuple(range(config["num_hidden_layers"]))}
     for row in VISION:
         shape = tuple(s if isinstance(s, int) else sizes[s] for s in row.shape)
@@ -40,7 +40,8 @@ def vision_rules(source: K2Source, *, to_native: bool) -> Iterator[Rule]:
         yield rule(row.published, row.native, _iso(row, shape, config["num_attention_heads"]), over=over, expect=expect)
 
 
-def _sizes(config: dict, hidden: int) -> dict[str, int]:
+def vision_sizes(config: dict, hidden: int) -> dict[str, int]:
+    """What the symbols of the table's shapes mean for a tower's config; raises KconvError where its heads do not divide."""
     kernel, width = config["merge_kernel_size"], config["hidden_size"]
     merged = width * kernel[0] * kernel[1]
     if width % (2 * config["num_attention_heads"]):

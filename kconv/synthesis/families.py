@@ -4,6 +4,7 @@
 |---|---|---|
 | k3 | Kimi K3: MXFP4 experts, vision tower, two-level config | `kconv.synthesis.k3` |
 | k31 | Kimi K3.1: Kimi K3 with a sparse-attention indexer, unverified | `kconv.synthesis.k31` |
+| k2, k25 | Kimi K2 and K2.5: FP8 blocks or INT4 experts, with a vision tower or without | `kconv.synthesis.k2` |
 | kimi-linear | Kimi-Linear: plain experts, no vision, flat config | `kconv.synthesis.k3` |
 | k3-dflash, k25-dflash, k3-dflash2, k3-dspark, ... | drafts as published | `kconv.synthesis.drafts` |
 
@@ -27,6 +28,8 @@ from kconv.synthesis.writing import Synthetic, write_checkpoint
 FAMILIES: dict[str, str] = {
     "k3": "kconv.synthesis.k3:K3",
     "k31": "kconv.synthesis.k31:K31",
+    "k2": "kconv.synthesis.k2:K2",
+    "k25": "kconv.synthesis.k2:K25",
     "kimi-linear": "kconv.synthesis.k3:KIMI_LINEAR",
     "k3-dflash": "kconv.synthesis.drafts:K3_DFLASH",
     "k25-dflash": "kconv.synthesis.drafts:K25_DFLASH",

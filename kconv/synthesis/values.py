@@ -26,6 +26,8 @@ from kconv.synthesis.shapes import GROUP
 
 E8M0_BIAS = 127
 CODE_DEVIATION = 2.6  # of E2M1 values under random codes and a scale that is one of three neighbours
+INT4_DEVIATION = 4.6  # of values -8..7, all alike
+FP8_DEVIATION, FP8_MOST = 100.0, 448.0
 BOTH_ZEROS = 0x80  # low nibble +0, high nibble -0
 SMALL_CODES = 0xBB  # clears the largest bit of both magnitudes: values up to 1.5, so the scale is not the only one possible
 
@@ -92,3 +94,21 @@ def mxfp4_scales(key: str, spec: Spec, seed: int) -> torch.Tensor:
     columns = spec.shape[-1] * GROUP
     middle = E8M0_BIAS + round(math.log2(columns**-0.5 / CODE_DEVIATION))
     return torch.randint(middle - 1, middle + 2, spec.shape, dtype=torch.uint8, generator=generator(seed, key + "_scale"))
+
+
+def int4_words(key: str, spec: Spec, seed: int) -> torch.Tensor:
+    """Words of eight random codes [rows, columns/8]."""
+    return torch.randint(-(2**31), 2**31, spec.shape, generator=generator(seed, key)).to(torch.int32)
+
+
+def fp8_codes(key: str, spec: Spec, seed: int) -> torch.Tensor:
+    """Codes of normally distributed values that reach the format's ends, both zeros among them."""
+    drawn = torch.randn(spec.shape, generator=generator(seed, key)) * FP8_DEVIATION
+    drawn[..., :2] = torch.tensor([0.0, -0.0])[: spec.shape[-1]]
+    return drawn.clamp(-FP8_MOST, FP8_MOST).to(torch_dtype(spec.dtype))
+
+
+def scales(key: str, spec: Spec, seed: int, columns: int, deviation: float) -> torch.Tensor:
+    """Scales within a factor of two, that give values of codes of `deviation` one over the root of the columns."""
+    drawn = torch.rand(spec.shape, generator=generator(seed, key)) * 0.7 + 0.7
+    return (drawn * columns**-0.5 / deviation).to(torch_dtype(spec.dtype))

@@ -199,6 +199,44 @@ def test_text_alone_in_the_published_names(k25, tmp_path):
     assert_same(answers(loaded(transformers.DeepseekV3ForCausalLM, tmp_path / "native")), answers(model))
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family, options", [("k2", {}), ("k25", {}), ("k25", {"vision": "keep"})])
+def test_tiny(tmp_path, family, options, form):
+    """`kconv tiny` makes what is published: it loads, answers with finite numbers, and comes back."""
+    kconv.tiny(family, tmp_path / "source", format=form, block=48)
+    kconv.convert(tmp_path / "source", tmp_path / "native", **options)
+    vision = bool(options)
+    cls = transformers.Kimi_K25ForConditionalGeneration if vision else transformers.DeepseekV3ForCausalLM
+    logits = answers(loaded(cls, tmp_path / "native"))
+    assert logits.isfinite().all()
+    assert 0.3 < logits.std() < 10
+    kconv.convert(tmp_path / "native", tmp_path / "back", to="hf")
+    tower = () if vision else ("vision_tower.", "mm_projector.")
+    before = {n: t for n, t in stored_tensors(tmp_path / "source").items() if not n.startswith(tower)}
+    assert stored_tensors(tmp_path / "back") == before
+    assert kconv.verify(tmp_path / "native", tmp_path / "source")["ok"]
+
+
+def test_from_all_to_text_alone_and_back(tmp_path):
+    """Native with the tower -> native text -> published: the sidecar goes along, and the published config comes back."""
+    kconv.tiny("k25", tmp_path / "source", format="fp8")
+    kconv.convert(tmp_path / "source", tmp_path / "all", vision="keep")
+    kconv.convert(tmp_path / "all", tmp_path / "text")
+    assert json_of(tmp_path / "text" / "config.json")["model_type"] == "deepseek_v3"
+    kconv.convert(tmp_path / "text", tmp_path / "back", to="hf")
+    published_text = {n: t for n, t in stored_tensors(tmp_path / "source").items() if n.startswith("language_model.")}
+    assert stored_tensors(tmp_path / "back") == published_text
+    assert json_of(tmp_path / "back" / "config.json") == json_of(tmp_path / "source" / "config.json")
+
+
+def test_impossible_shapes_are_refused(tmp_path):
+    with pytest.raises(KconvError) as refused:
+        kconv.tiny("k25", tmp_path / "no", vocab=100, top_k=9, rope_dim=3, expert_width=40)
+    for word in ("vocab", "top_k", "rope_dim", "expert_width"):
+        assert word in str(refused.value)
+    assert not (tmp_path / "no").exists()
+
+
 def test_one_half_decoded_is_refused(k2, tmp_path):
     folder, _ = k2
     if folder.name != "fp8":
