@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kconv.modeling.config import KimiK3TextConfig
+from kconv.modeling.dtypes import widen
 from kconv.modeling.experts import KimiExperts
 from kconv.modeling.mlp import KimiMLP
 from kconv.modeling.norm import KimiRMSNorm
@@ -37,14 +38,14 @@ class KimiMoE(nn.Module):
             act = GatedActivation(config.hidden_act, config.activation_situ_beta, config.activation_situ_linear_beta)
             self.shared_experts = KimiMLP(hidden, config.moe_intermediate_size * config.num_shared_experts, act)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, length, hidden] -> the same."""
+    def forward(self, x: torch.Tensor, wide: torch.Tensor | None = None) -> torch.Tensor:
+        """[batch, length, hidden] -> the same, in at least fp32; `wide` is x before it was rounded, for the router."""
         flat = x.flatten(0, -2)
-        indices, weights = self.gate(flat)
-        y = self.experts(self.routed_expert_down_proj(flat) if self.latent else flat, indices, weights).to(x.dtype)
+        indices, weights = self.gate(flat if wide is None else wide.flatten(0, -2))
+        y = self.experts(self.routed_expert_down_proj(flat) if self.latent else flat, indices, weights)
         if self.normed:
             y = self.routed_expert_norm(y)
         if self.latent:
-            y = self.routed_expert_up_proj(y)
-        y = y.view_as(x)
-        return y + self.shared_experts(x) if self.shared else y
+            y = self.routed_expert_up_proj(y.to(x.dtype))
+        y = widen(y).view_as(x)
+        return y + widen(self.shared_experts(x)) if self.shared else y

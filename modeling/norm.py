@@ -33,7 +33,11 @@ class KimiRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise [..., size]."""
-        return F.rms_norm(widen(x), x.shape[-1:], widen(self.weight), self.eps).to(self.weight.dtype)
+        return self.wide(x).to(self.weight.dtype)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., size], the result left in at least fp32."""
+        return F.rms_norm(widen(x), x.shape[-1:], widen(self.weight), self.eps)
 
     def extra_repr(self) -> str:
         """Size and eps, for `print(model)`."""

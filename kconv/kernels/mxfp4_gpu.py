@@ -23,31 +23,33 @@ _HIGHEST = 128
 _BLOCK = 256
 _WARPS = 4
 _ENCODE_BLOCK = 1024
+_MENDERS = 1024
 
 
 def decode(packed: Tensor, scale: Tensor, out: Tensor, check: Callable[[], None] | None) -> bool:
     """Packed [G, g/2] and scale [G] into out [G, g]; false for a dtype that only plain torch knows.
 
-    With `check` it waits for the device: the first pass takes every scale for a usual one and says whether that was so;
-    if not, `check` may refuse the scales, and a second pass takes the others from a table. Without, there is that pass only.
+    The first kernel takes every scale for a usual one and notes whether that was so; the second ends at once unless some
+    were not, and takes those from a table. With `check` the note is read, which waits for the device, and `check` may refuse.
     """
     if out.dtype == torch.float64:
         return False
     low, high = e2m1.safe_scales(out.dtype)
     table = e2m1.pair_table(out.dtype, out.device)
     lanes = 4 if packed.shape[1] % 4 == 0 and viewable(packed, 4) else 1
-    source = packed.view(torch.int32) if lanes == 4 else packed
+    source, target = packed.view(torch.int32) if lanes == 4 else packed, out.view(table.dtype)
     unusual = torch.zeros(1, dtype=torch.int32, device=out.device)
-    for rare in (False, True) if check else (True,):
-        _decode[(triton.cdiv(source.numel(), _BLOCK),)](
-            source, scale, out.view(table.dtype), table, unusual, source.numel(),
-            LOW=low, HIGH=min(high, _HIGHEST), WIDTH=packed.shape[1] // lanes, WIDE=out.dtype == torch.float32,
-            HALF=out.dtype == torch.float16, RARE=rare, LANES=lanes, BLOCK=_BLOCK, num_warps=_WARPS,
-        )  # fmt: skip
-        if check is None or rare or not int(unusual):
-            return True
+    sizes = {"LOW": low, "HIGH": min(high, _HIGHEST), "WIDTH": packed.shape[1] // lanes, "LANES": lanes, "BLOCK": _BLOCK}
+    blocks = triton.cdiv(source.numel(), _BLOCK)
+    _decode[(blocks,)](
+        source, scale, target, unusual, source.numel(),
+        **sizes, WIDE=out.dtype == torch.float32, HALF=out.dtype == torch.float16, num_warps=_WARPS,
+    )  # fmt: skip
+    programs = min(blocks, _MENDERS)
+    _mend[(programs,)](source, scale, target, table, unusual, source.numel(), programs, **sizes, num_warps=_WARPS)
+    if check and int(unusual):
         check()
-    raise AssertionError
+    return True
 
 
 def encode(values: Tensor, scale: Tensor, out: Tensor) -> bool:
@@ -71,9 +73,9 @@ def _scales_of(scale, start, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _decode(
-    packed, scale, out, table, unusual, n,
-    LOW: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, RARE: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr,
+    packed, scale, out, unusual, n,
+    LOW: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     # Only the program's start is 64-bit: with 64-bit offsets in every thread the kernel is bound by integer arithmetic.
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -96,13 +98,28 @@ def _decode(
         word = (low | high) ^ ((spread << 6) & -0x7FFF8000)
     else:
         word = (((even >> 16) & 0xFFFF) | (odd & -0x10000)) ^ ((spread << 6) & -0x7FFF8000)
-    rare = (s < LOW) | (s > HIGH)
-    if RARE:
-        seldom = (live & rare)[:, None]
-        word = tl.where(seldom, tl.load(table + (s[:, None] << 8 | b), seldom, other=0), word)
-    else:
-        tl.store(unusual + k * 0, 1, live & rare)
+    tl.store(unusual + k * 0, 1, (s < LOW) | (s > HIGH))
     tl.store(out + start * LANES + (k[:, None] * LANES + lane), word, live[:, None])
+
+
+@triton.jit
+def _mend(
+    packed, scale, out, table, unusual, n, programs,
+    LOW: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(unusual) != 0:
+        k = tl.arange(0, BLOCK)
+        lane = tl.arange(0, LANES)[None, :]
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        while start < n:
+            live = k < (n - start)
+            s = tl.load(_scales_of(scale, start, k, WIDTH, BLOCK), live, other=LOW).to(tl.int32)
+            rare = (s < LOW) | (s > HIGH)
+            if tl.max(rare.to(tl.int32)) > 0:
+                b = (tl.load(packed + start + k, rare, other=0).to(tl.int32)[:, None] >> (8 * lane)) & 255
+                word = tl.load(table + (s[:, None] << 8 | b), rare[:, None], other=0)
+                tl.store(out + start * LANES + (k[:, None] * LANES + lane), word, rare[:, None])
+            start += programs * BLOCK
 
 
 @triton.jit

@@ -74,6 +74,14 @@ class Report:
         self.out.write_text(json.dumps(self.found, indent=1))
 
 
+def few_configs(most: int) -> None:
+    """Cut what Triton's autotuner tries; both models use the same kernels, so the comparison stays fair."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, *args, **kwargs: prune(self, *args, **kwargs)[:most]
+
+
 def environment(report: Report) -> dict[str, str]:
     import transformers
     import triton
@@ -352,7 +360,10 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=460.0, help="seconds after which no further stage begins")
     parser.add_argument("--stages", default=",".join(STAGES), help="which stages, in order")
     parser.add_argument("--dtypes", default="fp32,bf16", help="precisions of the stage errors")
+    parser.add_argument("--configs", type=int, help="let fla autotune over so few configurations, to save minutes")
     args = parser.parse_args()
+    if args.configs:
+        few_configs(args.configs)
     report = Report(args.out, args.budget, tuple(args.dtypes.split(",")))
     report.stage("environment", environment, 0)
     for name in args.stages.split(","):
