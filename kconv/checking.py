@@ -19,6 +19,7 @@ from typing import Any
 
 from kconv import digests, evidence, provenance
 from kconv.adapters.drafts.adapter import is_draft, read_source
+from kconv.draft_checks import native_names
 from kconv.errors import KconvError, Problems
 from kconv.source import Checkpoint, open_checkpoint
 from kconv.target import PROMPT, TABLES, TOKENIZER, UNKNOWN, Target
@@ -80,7 +81,7 @@ def check(
         copies(files, whole, findings, tables)
         verdict = "different" if findings.differences else "unknown"
     else:
-        compare(block, files, whole, findings, tables)
+        compare(block, files, whole, findings, tables, native_names(source))
         verdict = _verdict(findings, content)
     return {
         "fits": verdict in ("exact", "same-content"), "verdict": verdict, "draft": files.where, "target": whole.where,
@@ -135,7 +136,9 @@ def copied_tables(files: Checkpoint) -> dict[str, Any]:
     return found
 
 
-def compare(block: Mapping[str, Any], files: Checkpoint, target: Target, findings: Findings, tables: bool) -> None:
+def compare(
+    block: Mapping[str, Any], files: Checkpoint, target: Target, findings: Findings, tables: bool, names: Mapping[str, str]
+) -> None:
     """Hold everything a provenance block records against the target."""
     recorded = block["target"]
     findings.hold("target.repo", recorded["repo"], target.repo)
@@ -155,7 +158,7 @@ def compare(block: Mapping[str, Any], files: Checkpoint, target: Target, finding
         tables = tables and not (known and equal)
     _spots(recorded["spots"]["tensors"], target, findings)
     _tables(recorded["tensors"], target, findings, tables)
-    findings.hold("draft.weights", block["draft"]["weights"]["sha256"], digests.tensors_digest(files))
+    findings.hold("draft.weights", block["draft"]["weights"]["sha256"], digests.tensors_digest(files, names))
 
 
 def _files(name: str, recorded: Mapping[str, Any], found: dict[str, str], findings: Findings) -> None:

@@ -6,7 +6,7 @@
 | `json-1` | JSON with sorted keys, no white space, UTF-8, without `transformers_version`, `_name_or_path`, `_commit_hash` |
 | `weight-map-1` | an index: `json-1` of its `weight_map` |
 | `files-1` | files: the lines `SHA256  PATH`, sorted by path |
-| `tensors-1` | a checkpoint's tensors whatever files they lie in: the lines `SHA256  DTYPE d0xd1  NAME` sorted by name, SHA256 over the bytes |
+| `tensors-1` | a checkpoint's tensors whatever files they lie in: the lines `SHA256  DTYPE d0xd1  NAME` sorted by NAME, the native one of a draft's tensor; SHA256 over the bytes |
 | `spot-1` | up to 64 KiB from the middle of a tensor (offset a multiple of 64 bytes) |
 
 Sixteen runs make it possible to say where two tables differ: an edited token changes one run, another training all.
@@ -33,6 +33,11 @@ VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash")
 def sha256_range(files: Files, name: str, offset: int, length: int) -> str:
     """sha256 of a range of a file, read in pieces."""
     digest = hashlib.sha256()
+    stream = getattr(files, "stream", None)
+    if stream is not None:  # one request of the Hub instead of one a piece
+        for piece in stream(name, offset, length):
+            digest.update(piece)
+        return digest.hexdigest()
     buffer = bytearray(min(PIECE, length))
     done = 0
     while done < length:
@@ -80,16 +85,16 @@ def spot_digest(files: Files, entry: Entry) -> str:
     return sha256_range(files, entry.file, entry.start + middle, min(SPOT, entry.spec.nbytes - middle))
 
 
-def tensors_digest(checkpoint: Checkpoint) -> str:
-    """The `tensors-1` digest of a (small) checkpoint."""
+def tensors_digest(checkpoint: Checkpoint, names: Mapping[str, str]) -> str:
+    """The `tensors-1` digest of a (small) checkpoint; `names` maps its tensors' names to native ones, if they differ."""
 
     def line(name: str) -> str:
         entry = checkpoint.entries[name]
         digest = sha256_range(checkpoint.files, entry.file, entry.start, entry.spec.nbytes)
-        return f"{digest}  {entry.spec.dtype} {'x'.join(map(str, entry.spec.shape))}  {name}\n"
+        return f"{digest}  {entry.spec.dtype} {'x'.join(map(str, entry.spec.shape))}  {names.get(name, name)}\n"
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        lines = list(pool.map(line, sorted(checkpoint.entries)))
+        lines = list(pool.map(line, sorted(checkpoint.entries, key=lambda n: names.get(n, n))))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

@@ -19,15 +19,25 @@ def problems(source: DraftSource, target: Target, allow: set[str]) -> list[str]:
     return [*tensor_problems(source), *contract_problems(config, target, allow), *map_problems(source)]
 
 
-def tensor_problems(source: DraftSource) -> Iterator[str]:
-    """Tensors missing, surplus or misshapen by the config's own account."""
+def native_names(source: DraftSource) -> dict[str, str]:
+    """Name in the files -> native name, for every tensor that the config explains."""
+    return {name: native for name, (native, _) in _expected(source).items()}
+
+
+def _expected(source: DraftSource) -> dict[str, tuple[str, tuple[int, ...]]]:
     config, values = source.config, sizes(source.config)
-    expected = {}
+    found = {}
     for row in rows_of(config):
         counts = {None: (0,), "layer": range(config["num_hidden_layers"]), "tap": range(kinds_of_taps(config))}[row.index]
         for index in counts:
-            name = source.name(row, source.layout).format_map({"layer": index, "tap": index})
-            expected[name] = shape(row.shape, values)
+            at = {"layer": index, "tap": index}
+            found[source.name(row, source.layout).format_map(at)] = (row.name.format_map(at), shape(row.shape, values))
+    return found
+
+
+def tensor_problems(source: DraftSource) -> Iterator[str]:
+    """Tensors missing, surplus or misshapen by the config's own account."""
+    expected = {name: wanted for name, (_, wanted) in _expected(source).items()}
     there = source.checkpoint.entries
     yield from (f"missing: {line}" for line in folded([n for n in expected if n not in there]))
     yield from (f"not explained by the config: {line}" for line in folded([n for n in there if n not in expected]))

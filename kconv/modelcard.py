@@ -173,6 +173,17 @@ def recorded_results(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
+def result_row(path: Path) -> tuple[str, str]:
+    """(found, command) of a result file: what `verify-parity --json` prints, or an object with `command` and `found`."""
+    from kconv import evidence
+
+    result = evidence.load(path)
+    if result.get("command") and result.get("found"):
+        return str(result["found"]), str(result["command"])
+    passed, said = evidence.judge(result)
+    return said if passed else f"{said}: FAILED", str(result.get("command") or said.split(":")[0].split(" ")[0])
+
+
 def target_rows(target: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The target part of a provenance block for people."""
     tables = {

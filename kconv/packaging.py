@@ -60,7 +60,7 @@ def package(
     draft: Any, target: Any, out: str | Path, *, runtime: Sequence[str] | None = None, tables: str = "drop",
     declared: Mapping[str, Any] | None = None, allow: Collection[str] = (), training: Mapping[str, str] | None = None,
     licence: Mapping[str, str] | None = None, title: str | None = None, target_repo: str | None = None,
-    target_revision: str | None = None, read_tables: bool = True, overwrite: bool = False,
+    target_revision: str | None = None, read_tables: bool = True, results: Sequence[str | Path] = (), overwrite: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Write a publishable draft folder.
 
@@ -78,6 +78,7 @@ def package(
         target_repo: what a local target folder is a copy of.
         target_revision: its commit.
         read_tables: read the target's tables for their digests (4.7 GB on Kimi K3); else they are recorded as unknown.
+        results: JSON files for the card: results of `verify-parity`, or `command` and `found` (an acceptance length).
         overwrite: replace a folder that kconv made.
 
     Returns the JSON object of `kconv package --json`. Raises Problems with everything that is wrong, before writing.
@@ -90,7 +91,8 @@ def package(
     made = _examine(read_source(files, declared), whole, runtime, set(allow), read_tables)
     _settle_tables(made, tables)
     partial = partial_path(folder.resolve())
-    block, written = _write(made, partial, training, licence or _own_licence(files), title or folder.resolve().name)
+    rows = [modelcard.result_row(Path(path)) for path in results]
+    block, written = _write(made, partial, training, licence or _own_licence(files), title or folder.resolve().name, rows)
     publish(partial, folder, overwrite=overwrite)
     about = block["target"]
     return {
@@ -152,12 +154,22 @@ def _settle_tables(made: Package, tables: str) -> None:
             made.notes.append(f"{kind} {why}")
 
 
+def _native_names(made: Package) -> dict[str, str]:
+    """Published name -> native name of the tensors that are written."""
+    return {_published(made.source, name): native for name, native in draft_checks.native_names(made.source).items()}
+
+
 def _published(source: DraftSource, name: str) -> str:
     return spell(name, source.traits) if source.layout == NATIVE else name
 
 
 def _write(
-    made: Package, partial: Path, training: Mapping[str, str] | None, licence: Mapping[str, str], title: str
+    made: Package,
+    partial: Path,
+    training: Mapping[str, str] | None,
+    licence: Mapping[str, str],
+    title: str,
+    results: Sequence[tuple[str, str]],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """All files, the manifest last; the provenance block, and runtime -> config file."""
     partial.mkdir(parents=True, exist_ok=True)
@@ -166,7 +178,15 @@ def _write(
     _write_weights(made.entries, made.source.checkpoint, partial / "model.safetensors")
     weights = open_checkpoint(LocalFiles(partial))
     weights.config, weights.manifest = made.source.original or made.source.checkpoint.config, made.source.checkpoint.manifest
-    block = provenance.build(weights, made.native, made.target, origins=made.origins, training=training, target_facts=made.facts)
+    block = provenance.build(
+        weights,
+        made.native,
+        made.target,
+        names=_native_names(made),
+        origins=made.origins,
+        training=training,
+        target_facts=made.facts,
+    )
     written: dict[str, str] = {}
     main: dict[str, Any] | None = None
     for runtime in sorted(made.runtimes, key=lambda r: runtimes.family(made.native) in r.own):
@@ -176,7 +196,6 @@ def _write(
         written[runtime.name] = f"runtimes/{runtime.name}/config.json" if own else "config.json"
         write_file(_parent(partial / written[runtime.name]), _dump(config | {provenance.KEY: block}))
     kept = _carry(made, partial, licence)
-    results = modelcard.recorded_results(partial)
     card = modelcard.draft_card(title, block, written.items(), licence=licence, notes=[*made.notes, *kept], results=results)
     write_file(partial / "README.md", card.encode())
     write_file(partial / "kconv.json", manifests.dump(_manifest(made, partial, block, written)))

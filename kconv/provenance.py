@@ -55,8 +55,8 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any
 
 
 def build(
-    draft: Checkpoint, config: Mapping[str, Any], target: Target, *, origins: Mapping[str, str] | None = None,
-    training: Mapping[str, str] | None = None, target_facts: Mapping[str, Any] | None = None,
+    draft: Checkpoint, config: Mapping[str, Any], target: Target, *, names: Mapping[str, str],
+    origins: Mapping[str, str] | None = None, training: Mapping[str, str] | None = None, target_facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The block of a draft and its target.
 
@@ -64,6 +64,7 @@ def build(
         draft: the draft's files.
         config: its normalised (native) config.
         target: what it was trained on.
+        names: its tensors' names -> native names, where they differ (`draft_checks.native_names`).
         origins: `embed_tokens` and `lm_head` -> borrowed, copy or own (`unknown` if left out).
         training: `dataset`, `dataset_revision`, `trainer`, `trainer_version`, as far as they are known.
         target_facts: what `kconv.target.facts` returned for this target and the draft's taps, if it is at hand.
@@ -75,7 +76,7 @@ def build(
     block = {
         "format": FORMAT,
         "target": dict(target_facts or facts(target, taps)),
-        "draft": draft_facts(draft, config, target, origins or {}),
+        "draft": draft_facts(draft, config, target, origins or {}, names),
         "training": {key: known.get(key) or UNKNOWN for key in TRAINING},
         "made_by": {"kconv": metadata.version("kconv"), "plan_digest": (draft.manifest or {}).get("plan_digest") or UNKNOWN},
     }
@@ -84,7 +85,9 @@ def build(
     return block
 
 
-def draft_facts(draft: Checkpoint, config: Mapping[str, Any], target: Target, origins: Mapping[str, str]) -> dict[str, Any]:
+def draft_facts(
+    draft: Checkpoint, config: Mapping[str, Any], target: Target, origins: Mapping[str, str], names: Mapping[str, str]
+) -> dict[str, Any]:
     """The `draft` part: what its weights assume and no other key of its config states without ambiguity."""
     depth, size = config["num_hidden_layers"], config.get("block_size")
     drafted = size if size is None or config.get("sample_from_anchor") else size - 1
@@ -110,7 +113,7 @@ def draft_facts(draft: Checkpoint, config: Mapping[str, Any], target: Target, or
         },
         "embed_tokens": origins.get("embed_tokens", UNKNOWN),
         "lm_head": origins.get("lm_head", UNKNOWN),
-        "weights": {"form": "tensors-1", "sha256": digests.tensors_digest(draft)},
+        "weights": {"form": "tensors-1", "sha256": digests.tensors_digest(draft, names)},
     }
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +25,11 @@ from typing import Any
 from kconv.content_hash import Hashes
 from kconv.errors import EnvironmentLacks, KconvError, Problems
 from kconv.hub_http import NO_TOKEN, patiently
+from kconv.report import clock
 
 BATCH_FILES = 50
-BATCH_BYTES = 50 * 1000**3
+BATCH_BYTES = 20 * 1000**3
+HEARTBEAT = 30.0
 LAST = ("README.md", "config.json", "kconv.json", ".index.json")
 
 
@@ -84,6 +88,8 @@ class Repository:
                 f"{self.repo_id} exists and is public, and --private was asked for",
                 hint="make it private on its settings page, or leave --private out",
             )
+        if create_pr and not 3 <= len(self.title.strip()) <= 200:
+            raise KconvError("a pull request's title has 3 to 200 characters", hint="--message sets it")
         if create_pr and revision not in (None, "main"):
             raise KconvError("--create-pr and --revision exclude each other", hint="--revision refs/pr/N goes on with one")
         if not self.exists:
@@ -210,7 +216,24 @@ def send(
             left[:] = [n for n in left if not same(there.get(n), hashes[n])]
 
         tell(f"commit {number} of {len(planned)}: {len(batch)} files, {sum(hashes[n].size for n in batch):,} bytes")
-        patiently(attempt, repo.name, on_wait=failed)
+        with _alive(f"commit {number} of {len(planned)}", tell):
+            patiently(attempt, repo.name, on_wait=failed)
+
+
+@contextlib.contextmanager
+def _alive(what: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """A line every half minute while something runs."""
+    done, started = threading.Event(), time.monotonic()
+
+    def beat() -> None:
+        while not done.wait(HEARTBEAT):
+            tell(f"{what}: running for {clock(time.monotonic() - started)}")
+
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _first_line(error: Exception) -> str:

@@ -112,6 +112,8 @@ def check(source: Any, card: str | None = None) -> dict[str, Any]:
     Returns `card`, `ok`, `compared`, `differences`, `not_compared`, `notes`.
     """
     checkpoint = open_checkpoint(source)
+    if (checkpoint.manifest or {}).get("source", {}).get("config") and (checkpoint.manifest or {}).get("to") != "hf":
+        raise KconvError(f"{checkpoint.where} was converted; cards describe published checkpoints", hint="check its source")
     chosen = load_card(card) if card else find_card(checkpoint)
     if wrong := card_problems(chosen):
         raise Problems(f"the card {chosen.where} is not sound:", wrong)

@@ -30,6 +30,7 @@ NAMES = "vllm, sglang, trtllm, max, mlx, speculators, transformers, nemo"
 @click.option("--target-repo", metavar="OWNER/NAME", help="What a local target folder is a copy of.")
 @click.option("--target-revision", metavar="COMMIT", help="The commit of that copy.")
 @click.option("--no-tables", "read_tables", is_flag=True, flag_value=False, default=True, help="Do not read the target's tables.")
+@click.option("--result", "results", multiple=True, type=click.Path(exists=True, dir_okay=False), help="A result for the card.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder that kconv made.")
 def command(draft: str, target: str, out: str, runtime: str | None, declare: tuple[str, ...], training: tuple[str, ...],
             license_id: str | None, license_name: str | None, license_link: str | None, **options: Any) -> Outcome:  # fmt: skip

@@ -305,6 +305,31 @@ def test_a_head_that_nobody_has(tmp_path: Path, target: Path) -> None:
     assert "nothing can be borrowed" in refused(draft, headless, tmp_path)
 
 
+def test_the_block_holds_through_conversion_and_saving(tmp_path: Path, target: Path) -> None:
+    """Names, files and the class that wrote them change; the draft and its target do not."""
+    out, _ = packaged("k3-dspark", tmp_path, target)
+    kconv.convert(out, tmp_path / "native")
+    assert "context_proj.weight" in open_checkpoint(out).entries
+    assert "fc.weight" in open_checkpoint(tmp_path / "native").entries
+    assert check(tmp_path / "native", target, **WHOSE)["verdict"] == "exact"
+    kconv.load(tmp_path / "native").save_pretrained(tmp_path / "saved")
+    assert check(tmp_path / "saved", target, **WHOSE)["verdict"] == "exact"
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    tensors["fc.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "saved" / "model.safetensors", {"format": "pt"})
+    assert [r["field"] for r in check(tmp_path / "saved", target, **WHOSE)["differences"]] == ["draft.weights"]
+
+
+def test_results_on_the_card(tmp_path: Path, target: Path) -> None:
+    parity, length = tmp_path / "parity.json", tmp_path / "acceptance.json"
+    parity.write_text(json.dumps({"verdict": "pass", "reference": "golden", "dtype": "float32", "max_abs": 1.5e-6}))
+    length.write_text(json.dumps({"command": "bench --prompts chat", "found": "acceptance length 2.1"}))
+    out, _ = packaged("k25-dflash", tmp_path, target, results=[parity, length])
+    card = (out / "README.md").read_text()
+    assert "| `verify-parity` | verify-parity pass against golden in float32, max_abs 1.50e-06 |" in card
+    assert "| `bench --prompts chat` | acceptance length 2.1 |" in card
+
+
 def test_native_drafts_go_out_in_the_published_spelling(tmp_path: Path, target: Path) -> None:
     draft = draft_of("k3-dspark", tmp_path / "draft")
     kconv.convert(kconv.plan(draft, to="native"), tmp_path / "native")

@@ -63,7 +63,7 @@ def whole(hub: HubServer) -> Counter[str]:
     [
         ({}, signal.SIGKILL, True),
         ({}, signal.SIGKILL, False),
-        ({"create_pr": True, "message": "x"}, signal.SIGKILL, False),
+        ({"create_pr": True, "message": "New weights"}, signal.SIGKILL, False),
         ({"revision": "dev", "create_branch": True}, signal.SIGKILL, True),
         ({}, signal.SIGINT, False),
     ],

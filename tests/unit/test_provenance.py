@@ -16,6 +16,7 @@ from kconv import digests, provenance
 from kconv.adapters.drafts.adapter import read_source
 from kconv.checking import check
 from kconv.cli import cli
+from kconv.draft_checks import native_names
 from kconv.errors import KconvError, Problems
 from kconv.files import open_files
 from kconv.source import open_checkpoint
@@ -51,7 +52,8 @@ def draft(tmp_path: Path) -> Path:
 def record(draft: Path, target: Any, **options: Any) -> dict[str, Any]:
     """Put the block into the draft's config."""
     files = open_checkpoint(draft)
-    block = provenance.build(files, read_source(files).config, Target.open(target, **options))
+    source = read_source(files)
+    block = provenance.build(files, source.config, Target.open(target, **options), names=native_names(source))
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {provenance.KEY: block}))
     return block
