@@ -20,7 +20,7 @@ def refusal(draft: Draft, tmp_path: Path, *args: str) -> str:
 
 def test_tensor_that_no_rule_claims(tmp_path: Path) -> None:
     draft = small_k3()
-    name = LAYER1 + "self_attn.indexer.wk.weight"
+    name = LAYER1 + "self_attn.sink.wk.weight"
     draft.tensors[name] = torch.zeros(4)
     message = refusal(draft, tmp_path)
     assert f"no rule claims: {name} in model-00001-of-00002.safetensors" in message
@@ -29,9 +29,9 @@ def test_tensor_that_no_rule_claims(tmp_path: Path) -> None:
 
 def test_unclaimed_tensors_are_folded_and_counted(tmp_path: Path) -> None:
     draft = small_k3()
-    draft.tensors |= {f"{ROOT}layers.{i}.self_attn.indexer.wk.weight": torch.zeros(4) for i in range(3)}
+    draft.tensors |= {f"{ROOT}layers.{i}.self_attn.sink.wk.weight": torch.zeros(4) for i in range(3)}
     message = refusal(draft, tmp_path)
-    assert f"no rule claims: {ROOT}layers.{{0-2}}.self_attn.indexer.wk.weight (3 tensors) in model-00001" in message
+    assert f"no rule claims: {ROOT}layers.{{0-2}}.self_attn.sink.wk.weight (3 tensors) in model-00001" in message
 
 
 def test_plan_says_the_same(tmp_path: Path) -> None:
