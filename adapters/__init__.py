@@ -3,6 +3,7 @@
 | model_type of config.json | family | adapter |
 |---|---|---|
 | kimi_k3, kimi_linear, kimi_k3_text | Kimi K3, Kimi-Linear | `kconv.adapters.k3` |
+| kimi_k31, or what has its indexer | Kimi K3.1 | the same, with `kconv.adapters.k31` |
 | kimi_k2, kimi_k25, deepseek_v3 | Kimi K2, K2-Thinking, K2.5 and later | `kconv.adapters.k2` |
 | a draft's, published or native, whatever its model_type | DFlash, DFlash2, DSpark, Eagle3 | `kconv.adapters.drafts.adapter` |
 
@@ -24,12 +25,15 @@ ADAPTERS: dict[str, str] = {
     "kimi_k3": "kconv.adapters.k3",
     "kimi_linear": "kconv.adapters.k3",
     "kimi_k3_text": "kconv.adapters.k3",
+    "kimi_k31": "kconv.adapters.k3",
+    "kimi_k31_text": "kconv.adapters.k3",
     "kimi_k2": "kconv.adapters.k2",
     "kimi_k25": "kconv.adapters.k2",
     "deepseek_v3": "kconv.adapters.k2",
 }
-TARGETS = ("native", "hf", "hf-text")
-EXPERTS = ("packed", "bf16", "fp16", "fp32")
+TARGETS = ("native", "hf", "hf-text", "nemo")
+EXPERTS = ("packed", "bf16", "fp16", "fp32", "mxfp4", "nvfp4", "fp8-block")
+WEIGHTS = ("fp8-block",)
 VISION = ("keep", "drop")
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -45,12 +49,25 @@ class Options:
     sidecar: bool = True
     layers: tuple[int, int] | None = None
     tie: bool = False
+    weights: str | None = None
+    block: tuple[int, int] | None = None
+    dsa_topk: int | None = None
+    indexer_eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in {"to": TARGETS, "experts": EXPERTS, "vision": VISION, "dtype": DTYPES}.items():
+        choices = {"to": TARGETS, "experts": EXPERTS, "vision": VISION, "dtype": DTYPES, "weights": WEIGHTS}
+        for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed and not (value is None and name != "to"):
                 raise KconvError(f"unknown {name} {value!r}", hint=f"there are {', '.join(allowed)}")
+        if self.block is not None:
+            object.__setattr__(self, "block", tuple(self.block))  # a manifest's JSON has lists
+        if self.block and not (len(self.block) == 2 and all(type(n) is int and n > 0 for n in self.block)):
+            raise KconvError(f"block {self.block!r} is no block size", hint="give rows and columns, for example (128, 128)")
+        if self.dsa_topk is not None and not (type(self.dsa_topk) is int and self.dsa_topk > 0):
+            raise KconvError(f"dsa_topk {self.dsa_topk!r} is no number of keys", hint="give a positive whole number")
+        if self.indexer_eps is not None and not (isinstance(self.indexer_eps, float) and 0 < self.indexer_eps < 1):
+            raise KconvError(f"indexer_eps {self.indexer_eps!r} is no eps", hint="give a small positive number, for example 1e-6")
         if self.layers and not (len(self.layers) == 2 and 0 <= self.layers[0] <= self.layers[1]):
             raise KconvError(f"layers {self.layers!r} are no range", hint="give the first and the last, for example (0, 3)")
 
@@ -64,6 +81,8 @@ def adapter_for(checkpoint: Checkpoint) -> ModuleType:
         return drafts
     if model_type in ADAPTERS:
         return importlib.import_module(ADAPTERS[model_type])
+    if checkpoint.config and importlib.import_module("kconv.adapters.k31").recognised(checkpoint):
+        return importlib.import_module("kconv.adapters.k3")
     if not checkpoint.config:
         raise KconvError(f"{checkpoint.where} has no config.json", hint="put the checkpoint's config.json beside the weights")
     nested = (checkpoint.config.get("text_config") or {}).get("model_type")

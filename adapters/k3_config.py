@@ -39,19 +39,23 @@ ABSENT: Config = {
     "routed_expert_hidden_size": None, "latent_moe_use_norm": False, "mla_use_output_gate": False, "q_lora_rank": None,
     "num_experts": None, "num_shared_experts": None, "num_key_value_heads": None, "first_k_dense_replace": 0,
 }  # fmt: skip
+DSA = "dsa_config"
 HINT = "give the checkpoint's own config.json"
-TEXT_TYPES = ("kimi_linear", "kimi_k3_text")
+TEXT_TYPES = ("kimi_linear", "kimi_k3_text", "kimi_k31", "kimi_k31_text")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def text_config(config: Config) -> Config:
-    """The text model's config, from a multimodal or a flat one; raises KconvError saying which value was found where."""
+def text_config(config: Config, *, trusted: bool = False) -> Config:
+    """The text model's config, from a multimodal or a flat one; raises KconvError saying which value was found where.
+
+    `trusted` takes another model_type too: the tensors say what it is.
+    """
     nested = config.get("text_config")
     if nested is not None and not isinstance(nested, dict):
         raise KconvError(f"config.json: text_config is {nested!r}, which is no object", hint=HINT)
     text = nested or config
     found = text.get("model_type")
-    if found not in TEXT_TYPES:
+    if found not in TEXT_TYPES and not trusted:
         where = "text_config.model_type" if text is nested else "model_type"
         raise KconvError(f"config.json: {where} is {found!r}", hint=f"a K3 text model has one of {', '.join(TEXT_TYPES)}")
     merged = in_published_words(text)
@@ -80,12 +84,15 @@ def quantization(config: Config, notes: list[str]) -> Config | None:
 
 def native_config(text: Config, *, experts_format: str, counts: dict[int, int], layers: int) -> Config:
     """The config of a native checkpoint: what computes, nothing else."""
-    drop = GENERATION_DEFAULTS | OWN_KEYS | {"quantization_config", "auto_map", "architectures", "model_type"}
+    drop = GENERATION_DEFAULTS | OWN_KEYS | {"quantization_config", "auto_map", "architectures", "model_type", DSA}
     lifted = ABSENT | {k: copy.deepcopy(v) for k, v in text.items() if k not in drop}
     lifted |= {"model_type": "kimi_k3_text", "architectures": ["KimiK3ForCausalLM"]}
     lifted["experts_format"] = "packed" if experts_format == "packed" else "bf16"
-    if counts and len(set(counts.values())) > 1:
+    found = set(counts.values())
+    if len(found) > 1:
         lifted["num_experts_per_layer"] = [counts.get(i, 0) for i in range(layers)]
+    elif found:
+        lifted["num_experts"] = found.pop()  # a pruned checkpoint's config may still say the old number
     return lifted
 
 
@@ -93,6 +100,10 @@ def hf_text_config(config: Config, text: Config, root: str, *, quantized: bool) 
     """The text config as the checkpoint's own remote code reads it: names without the root's prefix."""
     lifted = {k: copy.deepcopy(v) for k, v in text.items() if k != "quantization_config"}
     lifted |= {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}
+    if lifted.pop("indexer_config", None):  # Kimi K3.1's classes are not known: its own words stay
+        own = config.get("text_config") or config
+        lifted |= {k: copy.deepcopy(h[k]) for h in (config, own) for k in h if k.startswith((DSA, "index_"))}
+        lifted |= {k: own[k] for k in ("model_type", "architectures") if k in own}
     block = quantization(config, [])
     if quantized and block:
         lifted["quantization_config"] = without_prefix(block, root.removesuffix("model."))
@@ -105,7 +116,7 @@ def published_config(original: Config, text: Config, *, quantized: bool) -> Conf
     `text` is the text config that describes the tensors; where its depth, dtype or tie differs from the original's, that
     is written, and the quantisation blocks go where no expert is `quantized`.
     """
-    config, before = copy.deepcopy(original), text_config(original)
+    config, before = copy.deepcopy(original), text_config(original, trusted=True)
     holders = [h for h in (config, config.get("text_config")) if isinstance(h, dict)]
     for key in ("num_hidden_layers", "linear_attn_config", "tie_word_embeddings", "dtype"):
         if text.get(key) != before.get(key):
@@ -117,17 +128,25 @@ def published_config(original: Config, text: Config, *, quantized: bool) -> Conf
     return config
 
 
+NAMING_LISTS = frozenset({"ignore", "targets", "exclude", "exclude_modules", "modules_to_not_convert", "ignored_layers"})
+NAMING_MAPS = frozenset({"quantized_layers", "layer_quant_config"})
+
+
 def without_prefix(block: Config, prefix: str) -> Config:
     """A quantisation block whose module names, and expressions that begin with it, lost `prefix`; vision entries removed."""
-    result = copy.deepcopy(block)
-    if isinstance(result.get("ignore"), list):
-        kept = [n for n in map(str, result["ignore"]) if not any(v in n for v in ("vision_tower", "mm_projector"))]
-        result["ignore"] = [_without_prefix(n, prefix) for n in kept]
-    groups = result.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        if isinstance(group, dict) and isinstance(group.get("targets"), list):
-            group["targets"] = [_without_prefix(str(t), prefix) for t in group["targets"]]
+    result: Config = {}
+    for key, value in block.items():
+        if key in NAMING_LISTS and isinstance(value, list):
+            result[key] = [_without_prefix(n, prefix) for n in map(str, value) if not _is_vision(n)]
+        elif key in NAMING_MAPS and isinstance(value, dict):
+            result[key] = {_without_prefix(n, prefix): copy.deepcopy(v) for n, v in value.items() if not _is_vision(n)}
+        else:
+            result[key] = without_prefix(value, prefix) if isinstance(value, dict) else copy.deepcopy(value)
     return result
+
+
+def _is_vision(name: str) -> bool:
+    return "vision_tower" in name or "mm_projector" in name
 
 
 def _without_prefix(name: str, prefix: str) -> str:
@@ -144,6 +163,8 @@ def cut_layers(text: Config, first: int, last: int) -> Config:
         return text
     cut = copy.deepcopy(text)
     cut["num_hidden_layers"] = last + 1
+    if cut.get("indexer_config"):
+        cut["indexer_config"]["layers"] = [i for i in cut["indexer_config"]["layers"] if i <= last + 1]
     for key in ("kda_layers", "full_attn_layers"):
         cut["linear_attn_config"][key] = [i for i in cut["linear_attn_config"][key] if i <= last + 1]
     return cut

@@ -16,16 +16,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters import Options
+from kconv.adapters import Options, k31
 from kconv.adapters import k3_checks as checks
+from kconv.adapters.formats import ACTIVATIONS
 from kconv.adapters.k3_config import Config, quantization, text_config
 from kconv.adapters.k3_formats import SIDECAR, Forms, Found, Reader, from_facts
 from kconv.adapters.k3_layout import VISION_ROOTS, K3Layout, Row, k3_layout
-from kconv.adapters.formats import ACTIVATIONS
 from kconv.adapters.quant_blocks import HF_QUANT, disagreement, says
 from kconv.errors import KconvError
 from kconv.names import number, ranges
 from kconv.source import Checkpoint
+from kconv.spec import Spec, dtype_name
 
 ROOTS = (("language_model.model.", "language_model."), ("model.language_model.", ""), ("model.", ""))
 MOST_EXPERTS = 1 << 16
@@ -78,7 +79,6 @@ class K3Source:
     vision: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
     beyond: list[str] = field(default_factory=list)
-    surplus_sidecar: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     span: tuple[int, int] | None = None
@@ -112,15 +112,32 @@ class K3Source:
         entry = self.checkpoint.entries.get(name)
         return entry.spec.dtype if entry else "F32"
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the config, in which quantised weights are decoded."""
+        return dtype_name(self.layout.config.get("dtype") or "bfloat16")
+
+    def activations(self) -> dict[str, dict[int, Spec]]:
+        """Activation scales outside the experts: name below the layer, natively spelled -> layer -> spec."""
+        return self.forms.activations
+
+    def expert_activations(self, layer: int, stacked: str, part: str) -> dict[str, Spec]:
+        """Activation scales of a projection's experts as published; of a native checkpoint, those that lie beside it."""
+        found = {s: spec for (p, s), spec in self.forms.expert_activations.get(layer, {}).items() if p == part}
+        if self.side.name != "native":
+            return found
+        base = f"{self.side.root}layers.{layer}.mlp.experts.{stacked}_"
+        return {s: spec for s, spec in found.items() if base + s in self.checkpoint.entries}
+
     def keeps_vision(self, options: Options) -> bool:
         """Whether vision tensors go along: by default only to `hf`."""
         return bool(self.vision) and (options.vision or ("keep" if options.to == "hf" else "drop")) == "keep"
 
     def published_config(self) -> Config:
         """The config that the checkpoint was published with; raises KconvError for a native one without its manifest."""
-        if self.side.name == "native" and not self.checkpoint.manifest:
+        if self.side.name == "native" and not (self.checkpoint.manifest or {}).get("source", {}).get("config"):
             raise KconvError(
-                f"{self.checkpoint.where} has no kconv.json, so its published config is not known",
+                f"{self.checkpoint.where} has no kconv.json of a conversion, so its published config is not known",
                 hint="copy kconv.json from the conversion it came from, or use --to hf-text",
             )
         return self.original_config
@@ -129,14 +146,16 @@ class K3Source:
 def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     """Read a checkpoint's layout; raises KconvError where it is no K3 layout at all, collects smaller problems."""
     notes, problems = list(checkpoint.notes), list[str]()
-    text = text_config(checkpoint.config)
-    layout = k3_layout(text)
+    text = text_config(checkpoint.config, trusted=k31.has_indexer(checkpoint))
     native = text["model_type"] == "kimi_k3_text"
+    side = Side("native", "model.", "") if native else _published(checkpoint, problems)
+    if found := k31.indexer(checkpoint, text, side.root, options, notes, problems):
+        text["indexer_config"] = found
+    layout = k3_layout(text)
     manifest = (checkpoint.manifest or {}) if native else {}
     original = manifest.get("source", {}).get("config") or checkpoint.config
     hf_quant = checkpoint.json(HF_QUANT)
     block = quantization(original, notes) or (hf_quant and hf_quant.get("quantization"))
-    side = Side("native", "model.", "") if native else _published(checkpoint, problems)
     facts = checks.manifest_facts(manifest.get("facts") or {}, layout.sizes["H"], checkpoint.where)
     a_log = tuple(facts.get("a_log_shape") or _a_log_shape(checkpoint, layout, side))
     if not native:
@@ -155,10 +174,12 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     checks.next_tokens(text, bool(source.beyond), notes)
     if native:
         source.forms = from_facts(facts, layout.kinds["moe"], checkpoint.where)
+        _activations(source, source.forms)
         return source
     _read_forms(source, Reader(checkpoint, layout, says(quantization(original, []), hf_quant), options.block, notes, problems))
     facts["experts"] = sorted({fmt for _, fmt in source.experts.values()})
-    facts |= {"formats": source.forms.to_json()} if source.forms.quantised() else {}
+    facts["formats"] = source.forms.to_json()
+    facts |= {"expert_activations": scales} if (scales := source.forms.activations_to_json()) else {}
     checks.quantized(block, source.forms.quantised(), notes)
     if said := disagreement(quantization(original, []), hf_quant):
         notes.append(said)
@@ -167,7 +188,7 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
 
 def _read_forms(source: K3Source, reader: Reader) -> None:
     """The form of every weight of a published checkpoint."""
-    entries, side = source.checkpoint.entries, source.side
+    side = source.side
     for row in source.layout.rows():
         name = side.spell(row)
         if len(row.shape) != 2 or not name.endswith(".weight") or (row.name == checks.HEAD and source.tied):
@@ -182,13 +203,18 @@ def _read_forms(source: K3Source, reader: Reader) -> None:
             source.problems.append(f"layer {layer} holds experts both quantised and plain; one form is expected in a layer")
         kinds = {"packed" if f.kind == "mxfp4" else f.kind for f in reader.forms.experts[layer].values()}
         source.experts[layer] = (count, "+".join(sorted(kinds)) or "packed")
-    prefix = side.root + "layers."
-    for name, entry in entries.items():
+    _activations(source, reader.forms)
+    source.forms = reader.finish(quiet=not reader.forms.quantised())
+
+
+def _activations(source: K3Source, forms: Forms) -> None:
+    """Activation scales outside the routed experts."""
+    prefix, moe, layers = source.side.root + "layers.", source.side.moe, set(source.inside(source.layout.kinds["layer"]))
+    for name, entry in source.checkpoint.entries.items():
         if name.rpartition(".")[2] in ACTIVATIONS and name.startswith(prefix):
             layer, _, tail = name[len(prefix) :].partition(".")
-            if int(layer) in source.inside(source.layout.kinds["layer"]) and f"{side.moe}experts." not in tail:
-                reader.activation(int(layer), tail.replace(side.moe, "mlp.", 1), entry.spec)
-    source.forms = reader.finish(quiet=not reader.forms.quantised())
+            if number(layer) in layers and not tail.startswith(f"{moe}experts."):
+                forms.activations.setdefault(tail.replace(moe, "mlp.", 1), {})[int(layer)] = entry.spec
 
 
 def _published(checkpoint: Checkpoint, problems: list[str]) -> Side:

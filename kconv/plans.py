@@ -114,6 +114,8 @@ class Layouts:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     model: str = ""
+    files: dict[str, bytes | None] = field(default_factory=dict)
+    """Files beside the weights that are not copied: other bytes, or None to leave the source's out."""
 
 
 class Plan:

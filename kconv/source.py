@@ -77,6 +77,14 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(entry.spec.nbytes for entry in self.entries.values())
 
+    def json(self, name: str) -> dict[str, Any] | None:
+        """The object in a JSON file beside the weights, None where there is no such file."""
+        return read_json(self.files, name) if name in self.files.names() else None
+
+    def text(self, name: str) -> str | None:
+        """A small text file beside the weights, None where there is none."""
+        return self.files.read(name).decode("utf-8", "replace") if name in self.files.names() else None
+
     def other_files(self) -> list[str]:
         """Names of the files that go along: neither weights, index, config, manifest nor pickles."""
         skip = {*self.shards, "config.json", MANIFEST, *(index_name(g) for g in GROUPS)}

@@ -182,6 +182,8 @@ def _validate(source: DraftSource) -> None:
 def _refuse_unused(options: Options) -> None:
     for name, given in (
         ("--experts", options.experts),
+        ("--weights", options.weights),
+        ("--block", options.block),
         ("--vision", options.vision),
         ("--layers", options.layers),
         ("--tie", options.tie),
