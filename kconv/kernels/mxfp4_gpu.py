@@ -20,7 +20,7 @@ from kconv.kernels.common import viewable
 
 _HIGHEST = 128
 """Scales above it take the table, since 2^(scale-1) is no fp32; so do those that the target dtype holds in part only."""
-_BLOCK = 256
+_BLOCK = 512
 _WARPS = 4
 _ENCODE_BLOCK = 1024
 _MENDERS = 1024
