@@ -95,6 +95,15 @@ def _read(config: Any, key: str) -> Any:
     return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
+def _check_target(target_config: Any) -> None:
+    found = _read(target_config, "model_type")
+    if found not in TEXT_TYPES:
+        raise DraftConfigError(
+            f"model_type {found!r} is not a Kimi K3 text config",
+            hint=f"pass target.text_config, whose model_type is one of {TEXT_TYPES}",
+        )
+
+
 def build_kimi_k3_dflash_draft_config(
     target_config: Any,
     *,
@@ -119,12 +128,7 @@ def build_kimi_k3_dflash_draft_config(
     Raises:
         DraftConfigError: for a multimodal config, another attention backend, or what `KimiK3DFlashConfig` refuses.
     """
-    found = _read(target_config, "model_type")
-    if found not in TEXT_TYPES:
-        raise DraftConfigError(
-            f"model_type {found!r} is not a Kimi K3 text config",
-            hint=f"pass target.text_config, whose model_type is one of {TEXT_TYPES}",
-        )
+    _check_target(target_config)
     if attention_backend not in ("sdpa", "eager"):
         raise DraftConfigError(f"attention_backend {attention_backend!r} takes no dense additive mask", hint="use sdpa")
     geometry = {k: copy.deepcopy(v) for k in FROM_TARGET if (v := _read(target_config, k)) is not None}

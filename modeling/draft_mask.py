@@ -67,14 +67,18 @@ def block_mask(
     context = (key < anchor) & in_window(anchor, offset, key, window, window_rule)
     context = context & keep.repeat_interleave(block_size, 1)[..., None]
     if documents is not None:
-        own = documents.gather(1, anchors).repeat_interleave(block_size, 1)[..., None]
-        context = context & (documents[:, None] == own)
-    block = torch.arange(blocks, device=device).repeat_interleave(block_size)
-    noise = block[:, None] == block[None]
-    if causal:
-        noise = noise & (offset[0, :, 0][None] <= offset[0])
-    visible = torch.cat([context, noise[None].expand(batch, -1, -1)], -1)
+        document = documents.gather(1, anchors).repeat_interleave(block_size, 1)[..., None]
+        context = context & (documents[:, None] == document)
+    own = _own_block(blocks, block_size, causal, device)
+    visible = torch.cat([context, own[None].expand(batch, -1, -1)], -1)
     return additive(visible[:, None], dtype)
+
+
+def _own_block(blocks: int, block_size: int, causal: bool, device: torch.device) -> Tensor:
+    """[N * block_size, N * block_size] bool: positions of the same block, with `causal` no later ones."""
+    position = torch.arange(blocks * block_size, device=device)
+    same = position[:, None] // block_size == position[None] // block_size
+    return same & (position[None] <= position[:, None]) if causal else same
 
 
 def decode_mask(
