@@ -61,7 +61,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         else:
             prefix = prefix + a
         x = mix(prefix, blocks, self.mlp_res_norm, self.mlp_res_proj) if blocks else prefix
-        x = self.post_attention_layernorm.wide(x)
+        x = self.post_attention_layernorm(x, wide=True)
         narrow = x.to(self.post_attention_layernorm.weight.dtype)
         # The router reads what is not yet rounded: a rounding there can send a token to another expert.
         return prefix + (self.mlp(narrow, x) if isinstance(self.mlp, KimiMoE) else self.mlp(narrow))

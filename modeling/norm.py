@@ -31,13 +31,10 @@ class KimiRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., size]."""
-        return self.wide(x).to(self.weight.dtype)
-
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., size], the result left in at least fp32."""
-        return F.rms_norm(widen(x), x.shape[-1:], widen(self.weight), self.eps)
+    def forward(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
+        """Normalise [..., size]; `wide` leaves the result in at least fp32."""
+        y = F.rms_norm(widen(x), x.shape[-1:], widen(self.weight), self.eps)
+        return y if wide else y.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Size and eps, for `print(model)`."""
