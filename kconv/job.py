@@ -27,6 +27,7 @@ from kconv import manifest as manifests
 from kconv.errors import KconvError
 from kconv.files import Files, LocalFiles, MappedFiles
 from kconv.hashing import sha256_file
+from kconv.isos.notes import Notes
 from kconv.journal import Journal
 from kconv.layout import OutFile, indexes
 from kconv.plans import Plan
@@ -38,6 +39,7 @@ from kconv.source import IDENTITY, MANIFEST, OURS, Checkpoint
 from kconv.staging import StagedFiles
 from kconv.writer import FileSink, publish, slab_checksum, sync_folder, write_file
 
+MOST_WARNINGS = 8
 SYNC_EVERY = 4 << 30
 COPY_BLOCK = 16 << 20
 FINISHER = f"{OURS}finisher"
@@ -212,8 +214,16 @@ class Job:
             "slabs": progress.slabs,
             "resumed_slabs": self.resumed,
             "part": list(self.settings.part),
-            "notes": self.plan.layouts.notes,
+            "errors": {step: error.figures() for step, error in progress.heard.errors.items()},
+            "notes": [*self.plan.layouts.notes, *said(progress.heard)],
         }
+
+
+def said(heard: Notes) -> list[str]:
+    """What the conversion itself had to say: how much re-encoding lost, and suspicious data."""
+    lines = [f"re-encoded to {step}: {error}" for step, error in heard.errors.items()]
+    more = len(heard.warnings) - MOST_WARNINGS
+    return lines + heard.warnings[:MOST_WARNINGS] + ([f"and {more} more tensors like these"] if more > 0 else [])
 
 
 def tidy(folder: Path) -> None:

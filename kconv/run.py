@@ -16,6 +16,7 @@ import numpy as np
 
 from kconv.errors import BadData, KconvError
 from kconv.files import Files
+from kconv.isos.notes import Notes, collect
 from kconv.slabs import Part, Region, Slab
 from kconv.spec import torch_dtype
 from kconv.writer import slab_checksum
@@ -49,6 +50,7 @@ class Progress:
     slabs: int = 0
     bytes_read: int = 0
     bytes_out: int = 0
+    heard: Notes = field(default_factory=Notes)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -159,6 +161,7 @@ class Worker:
         self.files, self.sink, self.device = files, sink, device
         self._in, self._out = Arena(), Arena()
         self._zero_memo = zero_memo
+        self.heard = Notes()
 
     def slab(self, slab: Slab, progress: Progress) -> str:
         """Do one slab; returns its checksum."""
@@ -183,9 +186,13 @@ class Worker:
             if all(z is not None for z in zeros):
                 return zeros  # type: ignore[return-value]
         try:
-            return self.deliver(part)
+            with collect() as heard:
+                digests = self.deliver(part)
         except BadData as e:
             return self._refused(part, e)
+        heard.warnings = [f"{part.reads[0].name} in {part.reads[0].file}: {said}" for said in heard.warnings]
+        self.heard.merge(heard)
+        return digests
 
     def deliver(self, part: Part) -> list[str]:
         """Read, convert and hand over one part."""
@@ -278,10 +285,12 @@ def execute(
             while not stop.is_set():
                 slab = feed.take()
                 if slab is None:
-                    return
+                    break
                 done(slab, worker.slab(slab, progress))
                 with progress.lock:
                     progress.slabs += 1
+            with progress.lock:
+                progress.heard.merge(worker.heard)
         except BaseException as e:
             failures.append(e)
             stop.set()

@@ -26,6 +26,10 @@ def command(path: str) -> Outcome:
         for key in ("layout", "root", "layers", "experts", "experts_format", "vision_tensors", "quantization"):
             if data.get(key) not in (None, {}, []):
                 console.print(f"{key.replace('_', ' ')}: {_plain(data[key])}", markup=False)
+        for label, row in data.get("formats", {}).items():
+            held = f" in {', '.join(row['in'][:4])}{', ...' if len(row['in']) > 4 else ''}" if row["in"] else ""
+            count = f"{row['weights']:,} weights, {row['tensors']:,} tensors, {human(row['bytes'])}"
+            console.print(f"stored as {label}: {count}{held}", markup=False)
         for target, grade in data["converts_to"].items():
             console.print(f"converts to {target}: {grade}", markup=False)
         for line in [*data.get("notes", []), *(f"PROBLEM {p}" for p in data.get("problems", []))]:

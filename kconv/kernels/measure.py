@@ -36,6 +36,11 @@ class Error:
         """Root mean square of the differences relative to that of the values."""
         return math.sqrt(self.squared / self.norm) if self.norm else 0.0
 
+    def figures(self) -> dict[str, float | int | bool]:
+        """The same as JSON has it."""
+        return {"values": self.count, "changed": self.changed, "relative": self.relative, "worst": self.worst,
+                "lossless": self.lossless}  # fmt: skip
+
     def __add__(self, other: Error) -> Error:
         return Error(
             self.count + other.count, self.changed + other.changed, self.squared + other.squared,
