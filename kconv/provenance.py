@@ -56,7 +56,8 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any
 
 def build(
     draft: Checkpoint, config: Mapping[str, Any], target: Target, *, names: Mapping[str, str],
-    origins: Mapping[str, str] | None = None, training: Mapping[str, str] | None = None, target_facts: Mapping[str, Any] | None = None,
+    origins: Mapping[str, str] | None = None, training: Mapping[str, str] | None = None,
+    target_facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The block of a draft and its target.
 
@@ -113,8 +114,14 @@ def draft_facts(
         },
         "embed_tokens": origins.get("embed_tokens", UNKNOWN),
         "lm_head": origins.get("lm_head", UNKNOWN),
-        "weights": {"form": "tensors-1", "sha256": digests.tensors_digest(draft, names)},
+        "weights": weights(draft, names),
     }
+
+
+def weights(draft: Checkpoint, names: Mapping[str, str]) -> dict[str, Any]:
+    """The draft's own tensors whatever files they lie in, and the files they lie in now."""
+    files = {shard: digests.sha256_range(draft.files, shard, 0, draft.files.size(shard)) for shard in draft.shards}
+    return {"form": "tensors-1", "sha256": digests.tensors_digest(draft, names), "files": files}
 
 
 def mask_token(config: Mapping[str, Any], target: Target) -> dict[str, Any]:

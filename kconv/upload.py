@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +22,11 @@ from typing import Any
 
 from kconv.content_hash import Hashes
 from kconv.errors import EnvironmentLacks, KconvError, Problems
+from kconv.heartbeat import alive
 from kconv.hub_http import NO_TOKEN, patiently
-from kconv.report import clock
 
 BATCH_FILES = 50
 BATCH_BYTES = 20 * 1000**3
-HEARTBEAT = 30.0
 LAST = ("README.md", "config.json", "kconv.json", ".index.json")
 
 
@@ -216,24 +213,8 @@ def send(
             left[:] = [n for n in left if not same(there.get(n), hashes[n])]
 
         tell(f"commit {number} of {len(planned)}: {len(batch)} files, {sum(hashes[n].size for n in batch):,} bytes")
-        with _alive(f"commit {number} of {len(planned)}", tell):
+        with alive(f"commit {number} of {len(planned)}", tell):
             patiently(attempt, repo.name, on_wait=failed)
-
-
-@contextlib.contextmanager
-def _alive(what: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """A line every half minute while something runs."""
-    done, started = threading.Event(), time.monotonic()
-
-    def beat() -> None:
-        while not done.wait(HEARTBEAT):
-            tell(f"{what}: running for {clock(time.monotonic() - started)}")
-
-    threading.Thread(target=beat, daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
 
 
 def _first_line(error: Exception) -> str:

@@ -23,8 +23,10 @@ def command(draft: str, target: str, write: bool, **options: Any) -> Outcome:
     """Say whether DRAFT was made for exactly this target; exit 1 names what differs."""
     from kconv import evidence
     from kconv.checking import check, lines
+    from kconv.heartbeat import alive
 
-    data = check(draft, target, **options)
+    with alive(f"check: reading ranges of {target}"):
+        data = check(draft, target, **options)
     if write:
         evidence.write(Path(draft), "kconv.check.json", data)
 

@@ -35,14 +35,16 @@ NAMES = "vllm, sglang, trtllm, max, mlx, speculators, transformers, nemo"
 def command(draft: str, target: str, out: str, runtime: str | None, declare: tuple[str, ...], training: tuple[str, ...],
             license_id: str | None, license_name: str | None, license_link: str | None, **options: Any) -> Outcome:  # fmt: skip
     """Write DRAFT as the folder OUT: configs for its runtimes, provenance of its target, licence, card."""
+    from kconv.heartbeat import alive
     from kconv.packaging import package
     from kconv.report import human
 
     given = {"license": license_id, "license_name": license_name, "license_link": license_link}
-    data = package(
-        draft, target, out, runtime=runtime.split(",") if runtime else None, declared=declared(declare),
-        training=pairs(training), licence={k: v for k, v in given.items() if v} or None, **options,
-    )  # fmt: skip
+    with alive(f"package: reading ranges of {target}"):
+        data = package(
+            draft, target, out, runtime=runtime.split(",") if runtime else None, declared=declared(declare),
+            training=pairs(training), licence={k: v for k, v in given.items() if v} or None, **options,
+        )  # fmt: skip
 
     def show(console: Console) -> None:
         for note in data["notes"]:

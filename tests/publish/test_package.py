@@ -397,7 +397,9 @@ def test_package_check_publish(hub: HubServer, hub_token: str, tmp_path: Path, t
     done = run.invoke(cli, ["publish", str(out), "me/d", "--require", "verified", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["verified_by"] == ["check: fits hf://lab/Tiny-K3"]
+    before = hub.served()
     assert check("hf://me/d", "hf://lab/Tiny-K3")["verdict"] == "exact"
+    assert hub.served() - before < (out / "model.safetensors").stat().st_size, "the Hub's sha256 of the draft's file is enough"
     hub.seed("lab/Tiny-K3", {"tiktoken.model": b"other ranks"})
     done = run.invoke(cli, ["check", "hf://me/d", "--target", "hf://lab/Tiny-K3"])
     assert done.exit_code == 1
