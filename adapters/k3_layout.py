@@ -214,8 +214,9 @@ def _kinds(config: Config, n: int, kda: tuple[int, ...], mla: tuple[int, ...]) -
     has_experts = bool(config.get("num_experts"))
     moe = tuple(i for i in range(n) if has_experts and i >= first and i % every == 0)
     dense = tuple(i for i in range(n) if i not in moe)
-    sparse = tuple(i - 1 for i in (config.get("indexer_config") or {}).get("layers", ()))
-    return {"layer": tuple(range(n)), "kda": kda, "mla": mla, "dense": dense, "moe": moe, "indexer": sparse}
+    kinds = {"layer": tuple(range(n)), "kda": kda, "mla": mla, "dense": dense, "moe": moe}
+    sparse = {"indexer": tuple(i - 1 for i in config["indexer_config"]["layers"])} if indexer(config) else {}
+    return kinds | sparse
 
 
 def _sizes(config: Config, linear: Config) -> dict[str, int]:
