@@ -258,7 +258,7 @@ def _fp8(name: str, scale: str, found: Mapping[str, Spec], shape: tuple[int, ...
         text = f"is in blocks of {said.block[0]} x {said.block[1]} by {said.where}, --block says {block[0]} x {block[1]}"
         raise FormError(scale, text, "leave --block out")
     if of.dtype in EXPONENTS and of.shape == (shape[0], -(-shape[1] // MX_GROUP)):
-        known = (1, MX_GROUP)
+        return Form("fp8", (name, scale), spec.dtype, of.dtype, code, "block", (1, MX_GROUP))
     try:
         layout = layout_of(shape, of.shape, known)
     except KconvError as e:

@@ -117,6 +117,7 @@ def _drops(source: K3Source, options: Options, rules: list[Rule], backward: bool
         drops.append(Drop(tuple(source.vision), "vision left out (--vision drop)"))
     if source.outside:
         drops.append(Drop(tuple(source.outside), "outside --layers"))
+    drops += [Drop(tuple(names), "stored in no form that can be read") for names in source.forms.unread.values()]
     for reason, names in _surplus(source, rules, backward).items():
         drops.append(Drop(names, reason))
     head = source.side.head + checks.HEAD

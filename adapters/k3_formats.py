@@ -54,6 +54,7 @@ class Forms:
         activations: tensor below a layer, in the native spelling -> layer -> spec.
         expert_activations: layer -> (projection, suffix) -> spec.
         counts: label -> modules, tensors and bytes, for people.
+        unread: (row name, layer) -> tensors of a weight whose form cannot be told, of which a problem speaks.
     """
 
     rows: dict[str, dict[int, Form]] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class Forms:
     activations: dict[str, dict[int, Spec]] = field(default_factory=dict)
     expert_activations: dict[int, dict[tuple[str, str], Spec]] = field(default_factory=dict)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    unread: dict[tuple[str, int], list[str]] = field(default_factory=dict)
 
     def row(self, name: str, layer: int = NO_LAYER) -> Form | None:
         """The published form of a row in a layer, None where it is plain."""
@@ -70,7 +72,7 @@ class Forms:
     def split(self, name: str, layers: Iterable[int]) -> Iterator[tuple[Form | None, tuple[int, ...]]]:
         """The layers of a row by their form."""
         by_form: dict[Form | None, list[int]] = {}
-        for layer in layers or (NO_LAYER,):
+        for layer in (i for i in layers or (NO_LAYER,) if (name, i) not in self.unread):
             by_form.setdefault(self.row(name, layer), []).append(layer)
         for form, mine in by_form.items():
             yield form, () if mine == [NO_LAYER] else tuple(mine)
@@ -151,6 +153,9 @@ class Reader:
         if not found:
             return
         form = self._form(stem, found, shape)
+        if form is None:
+            self.forms.unread[row.name, layer] = [stem + s for s in found]
+            return
         if not form.plain:
             self.forms.rows.setdefault(row.name, {})[layer] = form
         self.forms.count(form, len(found), sum(s.nbytes for s in found.values()))
@@ -164,7 +169,8 @@ class Reader:
             if "weight_packed" in own:
                 own.pop("weight", None)  # `mixed` says so
             if own:
-                parts[part] = form = self._form(f"{base}0.{part}.", own, self.layout.shape(symbols))
+                form = self._form(f"{base}0.{part}.", own, self.layout.shape(symbols))
+                parts[part] = form = form or plain(next(iter(own.values())).dtype)
                 self.forms.count(form, count * len(own), count * sum(s.nbytes for s in own.values()), count)
             for suffix, spec in specs.items():
                 if suffix in ACTIVATIONS:
@@ -182,7 +188,7 @@ class Reader:
             self.notes.append(f"{text} ({', '.join(kinds[:MOST])}{more}): the tensors count")
         return self.forms
 
-    def _form(self, stem: str, found: dict[str, Spec], shape: tuple[int, ...]) -> Form:
+    def _form(self, stem: str, found: dict[str, Spec], shape: tuple[int, ...]) -> Form | None:
         said = self._said(stem[:-1])
         key = (tuple(found.items()), shape, said)
         if key not in self._memo:
@@ -193,8 +199,7 @@ class Reader:
         form = self._memo[key]
         if isinstance(form, FormError):
             self._faults.setdefault(f"{form.message}: {form.hint}", []).append(stem + form.suffix)
-            first = next(iter(found.values()))
-            return plain(first.dtype)
+            return None
         self._compare(stem[:-1], form, said)
         return form
 

@@ -120,6 +120,8 @@ def code_of(codes: Tensor, name: str | None) -> Code:
 def scales_of(weight: geometry.Shape, scale: Tensor, block: Block | None) -> Scales:
     """The scales of a weight shape in fp32 on their grid; raises for a shape or dtype that is not understood."""
     layout = geometry.layout_of(weight, tuple(scale.shape), block)
+    if block and tuple(scale.shape) == geometry.scale_shape("block", weight, block):
+        layout = "block"  # one block a row looks like a scale a channel, and is the same numbers; bytes must be in blocks
     if scale.dtype == torch.uint8 and not layout.startswith("block"):
         raise KconvError(
             f"a U8 scale {list(scale.shape)} of a weight {list(weight)} is no block scale: its bytes could mean anything",
