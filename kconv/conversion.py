@@ -19,7 +19,7 @@ from kconv.errors import AnswerIsNo, BadData, EnvironmentLacks, KconvError
 from kconv.files import Files
 from kconv.isos.base import Grade
 from kconv.job import Job, Settings, discard, tidy
-from kconv.layout import lay_out
+from kconv.layout import OutFile, lay_out
 from kconv.plans import Plan
 from kconv.preflight import check_device, check_folders, check_memory, check_padding, check_room, needed_bytes, peak_bytes
 from kconv.report import human
@@ -99,19 +99,32 @@ def convert(
         return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,
                 "slabs": 0, "part": list(part), "notes": [f"{target} is already finished"]}  # fmt: skip
     check_folders(the_plan.source.files, target, overwrite=overwrite, resume=resume)
-    files = lay_out(the_plan.targets, shard_size)
-    partial = _partial(target, resume=resume, overwrite=overwrite)
-    check_room(target, files, partial, needed_bytes(the_plan, files))
-    check_memory(peak_bytes(the_plan, settings.workers, device))
-    check_padding(the_plan)
+    files, partial = lay_out(the_plan.targets, shard_size), partial_path(target)
+    left = partial.exists() and any(partial.iterdir()) and not resume
+    if left and not overwrite:
+        hint = "--resume goes on, --overwrite starts again"
+        raise KconvError(f"an unfinished conversion to {target} lies in {partial.name}", hint=hint)
+    _check_means(the_plan, target, files, settings)
+    if left:
+        discard(partial)
     job = Job(the_plan, partial, files, settings)
+    return {**_run(job, quiet), "finished": job.finish(target, overwrite=overwrite)}
+
+
+def _check_means(the_plan: Plan, target: Path, files: list[OutFile], settings: Settings) -> None:
+    """Room, memory, and the little data that decides whether the plan can end well."""
+    check_room(target, files, partial_path(target), needed_bytes(the_plan, files))
+    check_memory(peak_bytes(the_plan, settings.workers, settings.device))
+    check_padding(the_plan)
+
+
+def _run(job: Job, quiet: bool) -> dict[str, Any]:
     try:
-        result = job.run(quiet=quiet)
+        return job.run(quiet=quiet)
     except KconvError as e:
-        if isinstance(e.__cause__, BadData) and part[1] == 1:
-            discard(partial)  # the source itself is at fault: there is nothing to resume
+        if isinstance(e.__cause__, BadData) and job.settings.part[1] == 1:
+            discard(job.partial)  # the source itself is at fault: there is nothing to resume
         raise
-    return {**result, "finished": job.finish(target, overwrite=overwrite)}
 
 
 def _refuse_swapped(source: Any, out: Path) -> None:
@@ -160,15 +173,3 @@ def _require(the_plan: Plan, require: str | None) -> None:
             f"the plan is {the_plan.grade}, --require asks for {require}; because of {', '.join(worst)}",
             hint="keep experts packed, or keep the sidecar",
         )
-
-
-def _partial(target: Path, *, resume: bool, overwrite: bool) -> Path:
-    partial = partial_path(target.resolve())
-    if partial.exists() and any(partial.iterdir()):
-        if overwrite and not resume:
-            discard(partial)
-        elif not resume:
-            raise KconvError(
-                f"an unfinished conversion to {target} lies in {partial.name}", hint="--resume goes on, --overwrite starts again"
-            )
-    return partial
