@@ -152,7 +152,7 @@ class Reader:
         found = {s: e.spec for s in SUFFIXES if (e := entries.get(stem + s)) and not e.file.startswith(SIDECAR)}
         if not found:
             return
-        form = self._form(stem, found, shape)
+        form = self._read(stem, found, shape)
         if form is None:
             self.forms.unread[row.name, layer] = [stem + s for s in found]
             return
@@ -169,8 +169,7 @@ class Reader:
             if "weight_packed" in own:
                 own.pop("weight", None)  # `mixed` says so
             if own:
-                form = self._form(f"{base}0.{part}.", own, self.layout.shape(symbols))
-                parts[part] = form = form or plain(next(iter(own.values())).dtype)
+                parts[part] = form = self._form(f"{base}0.{part}.", own, self.layout.shape(symbols))
                 self.forms.count(form, count * len(own), count * sum(s.nbytes for s in own.values()), count)
             for suffix, spec in specs.items():
                 if suffix in ACTIVATIONS:
@@ -188,7 +187,11 @@ class Reader:
             self.notes.append(f"{text} ({', '.join(kinds[:MOST])}{more}): the tensors count")
         return self.forms
 
-    def _form(self, stem: str, found: dict[str, Spec], shape: tuple[int, ...]) -> Form | None:
+    def _form(self, stem: str, found: dict[str, Spec], shape: tuple[int, ...]) -> Form:
+        """The form of a weight, as plain where it cannot be told: a problem then says so."""
+        return self._read(stem, found, shape) or plain(next(iter(found.values())).dtype)
+
+    def _read(self, stem: str, found: dict[str, Spec], shape: tuple[int, ...]) -> Form | None:
         said = self._said(stem[:-1])
         key = (tuple(found.items()), shape, said)
         if key not in self._memo:

@@ -69,9 +69,9 @@ def conversion_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """What decides a plan: target, experts, vision, dtype, sidecar, layers."""
     options = (
         click.option("--to", type=click.Choice(TARGETS), default="native", show_default=True, help="Target layout."),
-        click.option("--experts", type=click.Choice(EXPERTS), help="Form of the routed experts: as stored by default, decoded, or re-encoded."),
-        click.option("--weights", type=click.Choice(WEIGHTS), help="Re-encode shared experts, latent projections and dense MLPs."),
-        click.option("--block", type=Block(), help="Block size of FP8 scales where the config names none, for example 128x128."),
+        click.option("--experts", type=click.Choice(EXPERTS), help="Routed experts: as stored (default), decoded, re-encoded."),
+        click.option("--weights", type=click.Choice(WEIGHTS), help="Re-encode shared experts, latent projections, dense MLPs."),
+        click.option("--block", type=Block(), help="Block size of FP8 scales where the config names none."),
         click.option("--vision", type=click.Choice(VISION), help="Vision tower and projector; by default kept only for hf."),
         click.option("--dtype", type=click.Choice(DTYPES), help="Cast or decode the other weights; the fp32 set stays fp32."),
         click.option("--no-sidecar", "sidecar", is_flag=True, flag_value=False, default=True,

@@ -1,9 +1,9 @@
-"""The small golden K3 re-encoded by compressed-tensors 0.20 (or by ModelOpt's and Quark's documented layouts), with their own values.
+"""The small golden K3 re-encoded by compressed-tensors 0.20 or by the rules of ModelOpt and Quark.
 
 | function | makes |
 |---|---|
 | `encode(form, weight)` | the stored tensors of a weight by suffix, and the values that the library itself decodes |
-| `reencode(draft, choice)` | a checkpoint whose weights are stored as `choice(module)` says, its expected values, a fitting config |
+| `reencode(draft, choice)` | a checkpoint whose weights are stored as `choice(module)` says, and its expected values |
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def fp8_inverse(weight: Tensor, suffix: str = "weight_scale_inv", dtype: torch.d
                 block: tuple[int, int] = BLOCK) -> Encoded:  # fmt: skip
     """DeepSeek's layout by its rule: code times the scale of its tile, in fp32."""
     scale = _scale(_tiles(weight, block)).to(dtype)
-    return {"weight": _codes(weight, _spread(scale, weight, block)), suffix: scale}, _product(weight, _spread(scale, weight, block))
+    spread = _spread(scale, weight, block)
+    return {"weight": _codes(weight, spread), suffix: scale}, _product(weight, spread)
 
 
 def fp8_modelopt(weight: Tensor) -> Encoded:
@@ -107,7 +108,8 @@ def nvfp4_modelopt(weight: Tensor) -> Encoded:
     whole = torch.tensor(2.0**-8)
     top = weight.view(weight.shape[0], -1, 16).abs().amax(-1).float()
     scale = torch.exp2(torch.frexp(top.clamp(min=2.0**-8)).exponent.float() - 3) / whole
-    given = {"weight": weight, "weight_scale": scale.to(torch.float8_e4m3fn).float(), "weight_global_scale": (1 / whole).reshape(1)}
+    scale = scale.to(torch.float8_e4m3fn).float()
+    given = {"weight": weight, "weight_scale": scale, "weight_global_scale": (1 / whole).reshape(1)}
     state, values = _through("nvfp4-pack-quantized", given, **NVFP4)
     stored = {"weight": state["weight_packed"], "weight_scale": state["weight_scale"], "weight_scale_2": whole}
     return stored | {"input_scale": torch.tensor(1.0)}, values

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 pytest.importorskip("compressed_tensors")
@@ -18,7 +17,7 @@ pytest.importorskip("compressed_tensors")
 import kconv
 from kconv.kernels.common import same_bits
 from tests.adapters.reencoded import BLOCK, ENCODERS, ct_block, reencode
-from tests.builders import Draft, load_all, small_k3
+from tests.builders import load_all, small_k3
 from tests.reading import json_of, stored_tensors
 
 EXPERT = re.compile(r"language_model\.model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w\d)")
