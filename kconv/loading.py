@@ -57,7 +57,8 @@ def empty_model(made: Plan, device: str | torch.device, dtype: torch.dtype | str
 
     module, _, name = made.layouts.model.partition(":")
     if not name:
-        raise KconvError(f"{made.layouts.family} has no native module to load into")
+        hint = "convert it with --to native; Transformers' own class loads that: AutoModelForCausalLM.from_pretrained(OUT)"
+        raise KconvError(f"{made.layouts.family} has no module of kconv's own to load into", hint=hint)
     importlib.import_module("kconv.modeling")
     cls = getattr(importlib.import_module(module), name)
     config = cls.config_class(**{k: v for k, v in made.layouts.config.items() if k not in ("model_type", "architectures")})

@@ -250,6 +250,12 @@ def test_vision_keep_without_vision_is_refused(k2):
         kconv.plan(k2[0], vision="keep")
 
 
+def test_kconv_load_names_the_class_that_loads_it(k2):
+    with pytest.raises(KconvError, match="no module of kconv's own") as refused:
+        kconv.load(k2[0])
+    assert "from_pretrained" in (refused.value.hint or "")
+
+
 def test_another_router_is_refused(tmp_path):
     config = {"model_type": "kimi_k2", "dtype": "bfloat16", **published.TEXT, "scoring_func": "softmax"}
     published.write(tmp_path / "softmax", published.published_tensors(k2_model().state_dict()), config)
