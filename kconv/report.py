@@ -99,9 +99,14 @@ def _how(plan: Plan, edge: Edge, source: tuple[str, ...], target: tuple[str, ...
 
 
 def brief(iso: Iso) -> str:
-    """An iso with the arguments that are not its defaults: `Mxfp4(BF16)`."""
-    shown = [getattr(iso, f.name) for f in dataclasses.fields(iso) if f.default != getattr(iso, f.name) or f.name == "dtype"]  # type: ignore[arg-type]
-    return f"{type(iso).__name__}({', '.join(map(str, shown))})"
+    """An iso with the arguments that are not its defaults: `Mxfp4(BF16)`; steps one after the other, or side by side."""
+    steps = getattr(iso, "steps", None)
+    if steps:
+        return (" | " if type(iso).__name__ == "Par" else ", then ").join(map(brief, steps))
+    fields = {f.name: (getattr(iso, f.name), f.default) for f in dataclasses.fields(iso)}  # type: ignore[arg-type]
+    shown = [value for name, (value, default) in fields.items() if default != value or name == "dtype"]
+    words = [brief(v) if dataclasses.is_dataclass(v) else str(v) for v in shown]  # type: ignore[arg-type]
+    return f"{type(iso).__name__}({', '.join(words)})" if words else type(iso).__name__
 
 
 def print_plan(plan: Plan, console: Console, extra: dict[str, str]) -> None:
