@@ -9,13 +9,13 @@ WORKERS ?= 2
 setup: $(VENV)/.done
 
 # torch first and alone: the pinned version has a CPU build, an unpinned one pulls gigabytes.
-# nemo-automodel and dflash pin other releases of transformers, with which they also run: hence --no-deps.
+# The oracles pin other releases of torch and transformers, beside which they also run: hence --no-deps.
 $(VENV)/.done: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -U pip "setuptools>=77"
 	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q -e ".[dev]"
-	$(BIN)/python -m pip install -q --no-deps nemo-automodel==0.7.0 dflash==0.1.0
+	$(BIN)/python -m pip install -q --no-deps nemo-automodel==0.7.0 dflash==0.1.0 speculators==0.9.0 hs-connectors openai
 	touch $@
 
 demo: setup

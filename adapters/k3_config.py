@@ -23,16 +23,17 @@ from kconv.spec import FLOATS, SAFETENSORS_NAMES
 Config = dict[str, Any]
 
 # Generation and encoder-decoder defaults that old releases of Transformers wrote into every config.
-GENERATION_DEFAULTS = frozenset(
-    """add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder
-    is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type pruned_heads
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
-    typical_p use_bfloat16 _name_or_path transformers_version torch_dtype""".split()
-)
+GENERATION_DEFAULTS = frozenset({
+    "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
+    "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
+    "prefix", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16", "_name_or_path",
+    "transformers_version", "torch_dtype",
+})  # fmt: skip
 # What leaving a key out means in a published config (Kimi-Linear's do); the native config says it, its defaults are Kimi K3's.
 ABSENT: Config = {
     "hidden_act": "silu", "activation_situ_beta": None, "activation_situ_linear_beta": None, "attn_res_block_size": None,

@@ -3,6 +3,7 @@
     plan = kconv.plan("Kimi-K3/", to="native")
     kconv.convert(plan, "out/")
     kconv.verify("out/", source="Kimi-K3/")
+    kconv.parity("out/", "golden.safetensors")
     model = kconv.load("out/")
 
 Importing kconv is light: torch is loaded when something needs it.
@@ -25,10 +26,12 @@ _LAZY = {
     "publish": "kconv.publishing",
 }
 
-__all__ = ["check", "convert", "inspect", "load", "package", "plan", "publish", "tiny", "verify"]
+__all__ = ["check", "convert", "inspect", "load", "package", "parity", "plan", "publish", "tiny", "verify"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "parity":  # a package that is itself the call
+        return importlib.import_module("kconv.parity")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kconv' has no attribute {name!r}")

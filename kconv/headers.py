@@ -132,6 +132,6 @@ class _Twice(ValueError):
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        raise _Twice(next(key for key, _ in pairs if key in seen or seen.add(key)))
+        keys = [key for key, _ in pairs]
+        raise _Twice(next(key for i, key in enumerate(keys) if key in keys[:i]))
     return result

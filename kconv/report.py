@@ -122,7 +122,8 @@ def print_plan(plan: Plan, console: Console, extra: dict[str, str]) -> None:
     for note in layouts.notes:
         console.print(f"note: {note}", markup=False)
     totals = {
-        "source": f"{len(plan.source.entries):,} tensors, {human(plan.source.nbytes)}; {plan.claimed:,} claimed, {len(plan.dropped):,} dropped",
+        "source": f"{len(plan.source.entries):,} tensors, {human(plan.source.nbytes)}; "
+        f"{plan.claimed:,} claimed, {len(plan.dropped):,} dropped",
         "target": f"{len(plan.targets):,} tensors, {human(plan.output_bytes)}",
         "grade": str(plan.grade),
         **extra,

@@ -24,6 +24,7 @@ from kconv.spec import Spec
 
 Binding = dict[str, int]
 Domain = tuple[int, ...]
+SAME = Same()
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Rule:
 
     left: tuple[tuple[str, ...], ...]
     right: tuple[str, ...]
-    iso: Iso = Same()
+    iso: Iso = SAME
     over: Mapping[str, Domain] = field(default_factory=dict)
     stack: tuple[str, Domain] | None = None
     expect: tuple[tuple[tuple[Spec, ...] | None, ...], ...] | None = None
@@ -87,7 +88,7 @@ class Rule:
         }
 
 
-def rule(left: str | Sequence[str], right: str | Sequence[str], iso: Iso = Same(), **kwargs) -> Rule:  # noqa: B008
+def rule(left: str | Sequence[str], right: str | Sequence[str], iso: Iso = SAME, **kwargs) -> Rule:
     """A rule with one piece; single names may be given bare."""
     names = (left,) if isinstance(left, str) else tuple(left)
     rights = (right,) if isinstance(right, str) else tuple(right)

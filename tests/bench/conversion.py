@@ -4,7 +4,7 @@
 
 | line | is | against |
 |---|---|---|
-| bf16, fast / torch | the whole process of `kconv convert --experts bf16`, with numba / without | a bare write of as many bytes, fsync |
+| bf16, fast / torch | the process of `kconv convert --experts bf16`, numba or not | a bare write of as many bytes, fsync |
 | packed | the whole process of `kconv convert` | `cp` of the source, sync |
 | nemo-automodel, compressed-tensors | (`--others`) reading, decoding and writing as the library does it | the same bare write |
 

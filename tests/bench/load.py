@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -116,9 +117,9 @@ def main() -> None:
         if device != "cpu":
             say("pinned copy", pinned_copy())
         for workers in asked.workers:
-            say(f"read, {workers} threads", size / timed(lambda w=workers: read_all(source, w), "cpu"))
+            say(f"read, {workers} threads", size / timed(partial(read_all, source, workers), "cpu"))
             for label, options in (("packed", {}), ("bf16", {"experts": "bf16"})):
-                seconds = timed(lambda w=workers, o=options: kconv.load(source, device=device, workers=w, **o), device)
+                seconds = timed(partial(kconv.load, source, device=device, workers=workers, **options), device)
                 say(f"load {label}, {workers} workers", size / seconds)
         on_device = kconv.load(source, device=device, experts="bf16")
         say("same bits as on the CPU", same(on_device, kconv.load(source, experts="bf16")))

@@ -152,7 +152,7 @@ def selector(ours: Any, theirs: Any, out: torch.Tensor, logits: torch.Tensor) ->
     "flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True, "norm_before_residual": True}]
 )
 @torch.no_grad()
-def test_eagle3(tmp_path: Path, flags: dict[str, bool]) -> None:
+def test_eagle3(tmp_path: Path, flags: dict[str, Any]) -> None:
     """Their draft tokens, step by step, for a head over 23 of 61 tokens."""
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
