@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kconv import manifest as manifests
 from kconv.errors import KconvError
@@ -40,6 +40,9 @@ from kconv.staging import StagedFiles
 from kconv.writer import FileSink, publish, slab_checksum, sync_folder, write_file
 
 MOST_WARNINGS = 8
+if TYPE_CHECKING:
+    from kconv.hub import HubFiles
+
 SYNC_EVERY = 4 << 30
 COPY_BLOCK = 16 << 20
 FINISHER = f"{OURS}finisher"
@@ -107,7 +110,7 @@ class Job:
                 return MappedFiles(files.where)
             files.drop_pages = self.plan.source.nbytes > total_memory() // 2
         elif hasattr(files, "download"):
-            self._staged = StagedFiles(files, self.partial / f"{STAGE}-{self.settings.part[0]}", self.settings.workers + 2)
+            self._staged = StagedFiles(cast("HubFiles", files), self.partial / f"{STAGE}-{self.settings.part[0]}", self.settings.workers + 2)
             return self._staged
         return files
 
