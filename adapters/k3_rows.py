@@ -58,17 +58,22 @@ class RowRules:
     def _plain(self, row: Row, layers: tuple[int, ...], count: int | None) -> Rule:
         shape, why = self._shape(row, count)
         if row.name.endswith("A_log") and self.left.name != "native":
-            shape, why = self.source.a_log_shape, f"{why} alone, padded with zeros to a multiple of 8, or as [1, 1, heads, 1]"
+            shape, why = self._a_log(), f"{why} alone, padded with zeros to a multiple of 8, or as [1, 1, heads, 1]"
         expect = ((tuple(Spec(d, shape) for d in sorted(self._floats())),),)
         over = {"layer": layers} if layers else {}
         return rule(self.left.spell(row), self.right.spell(row), self._iso(row), over=over, expect=expect, why=why)
 
+    def _a_log(self) -> tuple[int, ...]:
+        """The published form of A_log. Text-only from native it has no padding, with which the remote code does not load."""
+        shape = self.source.a_log_shape
+        bare = self.backward and self.options.to == "hf-text" and len(shape) == 1
+        return (self.source.layout.sizes["H"],) if bare else shape
+
     def _iso(self, row: Row) -> Iso:
-        names = (self.left.name, self.right.name)
-        if row.name.endswith("A_log") and "native" in names and self.left.name != self.right.name:
-            heads, shape = self.source.layout.sizes["H"], self.source.a_log_shape
+        if row.name.endswith("A_log") and self.left.name != self.right.name:
+            heads, shape = self.source.layout.sizes["H"], self._a_log()
             if len(shape) > 1:
-                return Reshape(shape, (heads,))
+                return Reshape(shape, (heads,)) if "native" in (self.left.name, self.right.name) else Same()
             if shape[0] != heads:
                 return TrimZeros(size=heads, padded=shape[0])
         if self.options.dtype and not row.fp32:

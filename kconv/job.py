@@ -110,7 +110,8 @@ class Job:
                 return MappedFiles(files.where)
             files.drop_pages = self.plan.source.nbytes > total_memory() // 2
         elif hasattr(files, "download"):
-            self._staged = StagedFiles(cast("HubFiles", files), self.partial / f"{STAGE}-{self.settings.part[0]}", self.settings.workers + 2)
+            stage = self.partial / f"{STAGE}-{self.settings.part[0]}"
+            self._staged = StagedFiles(cast("HubFiles", files), stage, self.settings.workers + 2)
             return self._staged
         return files
 
