@@ -260,14 +260,15 @@ def _fp8(name: str, scale: str, found: Mapping[str, Spec], shape: tuple[int, ...
     if of.dtype in EXPONENTS and of.shape == (shape[0], -(-shape[1] // MX_GROUP)):
         return Form("fp8", (name, scale), spec.dtype, of.dtype, code, "block", (1, MX_GROUP))
     try:
-        layout = layout_of(shape, of.shape, known)
+        one_block = known and of.shape == scale_shape("block", shape, known)  # [1, 1] of a small weight is its only block's
+        layout = "block" if one_block else layout_of(shape, of.shape, known)
     except KconvError as e:
         if known:
             raise FormError(scale, f"is {of}: {e.message}", OWN_CONFIG) from e
         known, layout = _only_block(scale, of, shape)
     used = known if layout.startswith("block") else None
     if of.dtype == "U8" and used is None:
-        raise FormError(scale, f"is {of}: bytes are exponents in blocks only, here they could mean anything", REFETCH)
+        raise FormError(scale, f"is {of}: bytes are exponents in blocks only, here they could mean anything", OWN_CONFIG)
     return Form("fp8", (name, scale), spec.dtype, of.dtype, code, layout, used)
 
 

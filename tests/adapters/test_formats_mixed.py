@@ -186,6 +186,11 @@ def test_fp8_block_is_what_red_hats_release_quantises(tmp_path):
     assert block["config_groups"]["group_0"]["weights"]["block_structure"] == [128, 128]
     assert not any("stored is" in n or "leaves out" in n for n in kconv.plan(tmp_path / "out").layouts.notes)
     assert set(made["errors"]) == {"FP8"}
+    assert {f for f in kconv.inspect(tmp_path / "out")["formats"] if f.startswith("FP8")} == {
+        "FP8 E4M3 blocks of 128 x 128, weight_scale BF16"
+    }
+    again = kconv.plan(tmp_path / "out", to="hf", experts="fp8-block", weights="fp8-block").check()
+    assert again.summary()["grade"] == "exact"  # they are in that form already
 
 
 def test_weights_in_fp8_beside_mxfp4_experts_make_two_groups(tmp_path):

@@ -121,7 +121,8 @@ def test_a_third_weight_with_a_wrong_scale_is_named_before_anything_is_written(t
     for i, n in enumerate(("q_proj", "k_proj", "v_proj")):
         name = f"{ROOT}layers.0.self_attn.{n}"
         state, _ = fp8_inverse(draft.tensors.pop(name + ".weight"))
-        draft.tensors |= {f"{name}.weight": state["weight"], f"{name}.weight_scale_inv": state["weight_scale_inv"][: 3 - (i == 2)]}
+        scale = state["weight_scale_inv"][: 3 - (i == 2)]
+        draft.tensors |= {f"{name}.weight": state["weight"], f"{name}.weight_scale_inv": scale}
     message = refusal(draft, tmp_path)
     assert f"{ROOT}layers.0.self_attn.v_proj.weight_scale_inv" in message
     assert "k_proj" not in message
