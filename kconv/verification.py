@@ -172,14 +172,20 @@ def inverse(forward: Plan, made: Checkpoint) -> Plan:
 
 def _same_plan(made: Checkpoint, source: Any) -> Plan:
     assert made.manifest is not None
-    if source is None:
-        raise KconvError("verify needs the source", hint="--source SOURCE: the folder or hf:// address it was converted from")
     if "options" not in made.manifest:
         raise KconvError(f"{made.where} was not made by `kconv convert`", hint="kconv check says whose draft a packaged one is")
     options = {**made.manifest["options"]}
     if "layers" in options:
         options["layers"] = tuple(options["layers"])
-    return plan(source, options.pop("to"), **options).check()
+    return plan(source or _recorded(made.manifest), options.pop("to"), **options).check()
+
+
+def _recorded(manifest: dict[str, Any]) -> str:
+    """The Hub address of the source at its revision; a local folder is recorded by name only and has to be given."""
+    source = manifest["source"]
+    if not str(source.get("name", "")).startswith("hf://") or not source.get("revision"):
+        raise KconvError("verify needs the source", hint="--source SOURCE: the folder that it was converted from")
+    return f"{source['name'].split('@')[0]}@{source['revision']}"
 
 
 def _compare(checked: Plan, against: Checkpoint, sample: int | None, workers: int, seed: int, quiet: bool) -> dict[str, Any]:

@@ -12,35 +12,20 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from kconv.adapters.k3_config import ABSENT, GENERATION_DEFAULTS
 from kconv.adapters.k3_dialects import OWN_KEYS, in_published_words
 from kconv.errors import KconvError
 
 Json = dict[str, Any]
 
-# Generation settings that old Transformers wrote into every config; keys that describe another file, class or format.
-STALE = frozenset({
-    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
-    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-    "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
-    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-    "quantization_config", "auto_map", "architectures", "model_type", "_name_or_path", "transformers_version",
-    "torch_dtype", "head_dim", "return_dict", "output_attentions", "output_hidden_states", "use_return_dict",
-    "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention",
-    "cross_attention_hidden_size", "decoder_start_token_id", "tie_encoder_decoder", "finetuning_task",
-    "problem_type", "id2label", "label2id", "prefix", "pruned_heads", "sep_token_id", "task_specific_params",
-    "tf_legacy_loss", "torchscript", "use_bfloat16", "tokenizer_class", "num_nextn_predict_layers",
-    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "topk_method", "use_grouped_topk",
-    "pretraining_tp", "attention_dropout", "attention_bias", "text_config", "vision_config", "qk_head_dim",
-    "output_router_logits",
-})  # fmt: skip
-LINEAR_DEFAULTS: Json = {"gate_lower_bound": None, "use_full_rank_gate": False}
-# What a published config that leaves these out means: the plain Kimi-Linear layer, not Kimi K3's.
-ABSENT: Json = {
-    "hidden_act": "silu", "activation_situ_beta": None, "activation_situ_linear_beta": None, "attn_res_block_size": None,
-    "routed_expert_hidden_size": None, "latent_moe_use_norm": False, "mla_use_output_gate": False, "q_lora_rank": None,
-    "num_experts": None, "num_shared_experts": None, "num_key_value_heads": None, "first_k_dense_replace": 0,
+# Beside generation defaults: keys that describe another file, class or format, or that this model has no use for.
+STALE = GENERATION_DEFAULTS | {
+    "architectures", "attention_bias", "attention_dropout", "auto_map", "head_dim", "model_type",
+    "num_nextn_predict_layers", "output_router_logits", "pretraining_tp", "qk_head_dim", "quantization_config",
+    "rope_interleave", "rope_parameters", "rope_scaling", "rope_theta", "text_config", "topk_method", "use_grouped_topk",
+    "use_return_dict", "vision_config",
 }  # fmt: skip
+LINEAR_DEFAULTS: Json = {"gate_lower_bound": None, "use_full_rank_gate": False}
 FROM_TOP = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype")
 
 

@@ -10,7 +10,7 @@ from kconv.cli.common import Outcome, announce, outcome_command
 
 @outcome_command(epilog="Example:  kconv verify out/ --source Kimi-K3/")
 @click.argument("out", type=click.Path(exists=True, file_okay=False))
-@click.option("--source", required=True, help="What OUT was converted from: a folder or hf://owner/name.")
+@click.option("--source", help="What OUT was converted from; may be left out when that was the Hub.")
 @click.option("--sample", type=click.IntRange(1), help="Compare so many random slabs of about 32 MB.")
 @click.option("--all", "everything", is_flag=True, help="Compare every byte and every file's sha256 (the default).")
 @click.option("--workers", type=click.IntRange(1), help="Threads; the machine's cores by default.")

@@ -101,6 +101,7 @@ def test_resumes_with_what_was_downloaded(published: Path, hub: HubServer, tmp_p
 def test_verify_against_the_hub(published: Path, hub: HubServer, tmp_path: Path) -> None:
     kconv.convert(f"hf://{REPO}", tmp_path / "out", **OPTIONS)
     assert kconv.verify(tmp_path / "out", f"hf://{REPO}")["ok"]
+    assert kconv.verify(tmp_path / "out")["ok"], "the manifest says which commit of which repository"
     shard = sorted((tmp_path / "out").glob("model-*.safetensors"))[-1]
     data = bytearray(shard.read_bytes())
     data[-3] ^= 4
