@@ -183,6 +183,8 @@ class LocalFiles:
             return
         advice = os.POSIX_FADV_WILLNEED if needed else os.POSIX_FADV_DONTNEED
         for name, offset, length in ranges:
+            if self.is_hole(name, offset, length):
+                continue  # reading ahead would fill the page cache with zeros
             with self.fds.use(name) as fd:
                 os.posix_fadvise(fd, offset, length, advice)
 

@@ -20,7 +20,7 @@ from kconv.synthesis.families import synthesize
 from tests.bench.probe import run_kconv
 
 SHAPE = {
-    "hidden": 512, "dense_width": 1024, "experts": 32, "expert_width": 512, "latent": 512, "heads": 4, "kda_heads": 4,
+    "hidden": 1024, "dense_width": 1024, "experts": 16, "expert_width": 2048, "latent": 2048, "heads": 4, "kda_heads": 4,
     "kda_head_dim": 128, "dense_layers": 0, "vocab": 4096, "vision": False,
 }  # fmt: skip
 ALLOWED = 1.10
