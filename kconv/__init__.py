@@ -26,12 +26,12 @@ _LAZY = {
     "publish": "kconv.publishing",
 }
 
-__all__ = ["check", "convert", "inspect", "load", "package", "parity", "plan", "publish", "tiny", "verify"]
+__all__ = ["check", "convert", "inspect", "load", "package", "parity", "plan", "publish", "tiny", "verify", "zoo"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "parity":  # a package that is itself the call
-        return importlib.import_module("kconv.parity")
+    if name in ("parity", "zoo"):  # modules; `parity` is itself the call
+        return importlib.import_module(f"kconv.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kconv' has no attribute {name!r}")
