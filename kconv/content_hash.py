@@ -13,18 +13,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kconv.hashing import sha256_file
+from kconv.files import LocalFiles
+from kconv.hashing import DIGESTS, digests_of
 
 SMALL = 10 * 1000**2
 
 
 @dataclass(frozen=True)
 class Hashes:
-    """A file's size and hashes; `git_sha1` only for files that git may hold itself (up to 10 MB)."""
+    """A file's size and digests by algorithm; `git_sha1` only for files that git may hold itself (up to 10 MB)."""
 
     size: int
-    sha256: str
+    digests: dict[str, str]
     git_sha1: str | None
+
+    @property
+    def sha256(self) -> str:
+        """What the Hub states for LFS files."""
+        return self.digests["sha256"]
 
 
 def cache_folder() -> Path:
@@ -37,7 +43,7 @@ class HashMemory:
 
     def __init__(self, folder: Path) -> None:
         name = hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:16]
-        self.path = cache_folder() / f"hashes-{name}.json"
+        self.path = cache_folder() / f"digests-{name}.json"
         try:
             self.known: dict[str, dict] = json.loads(self.path.read_bytes())
         except (OSError, ValueError):
@@ -53,9 +59,10 @@ class HashMemory:
                 reading(stat.st_size)
             small = path.read_bytes() if stat.st_size <= SMALL else None
             git = hashlib.sha1(b"blob %d\0" % len(small) + small).hexdigest() if small is not None else None
-            row = self.known[key] = {"state": state, "sha256": sha256_file(path), "git_sha1": git}
+            digests = digests_of(LocalFiles(path.parent), path.name, *DIGESTS)
+            row = self.known[key] = {"state": state, "git_sha1": git, "digests": digests}
             self._save()
-        return Hashes(stat.st_size, row["sha256"], row["git_sha1"])
+        return Hashes(stat.st_size, row["digests"], row["git_sha1"])
 
     def _save(self) -> None:
         try:

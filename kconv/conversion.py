@@ -17,6 +17,7 @@ from kconv import side_files
 from kconv.adapters import Options, layouts_for
 from kconv.errors import AnswerIsNo, BadData, EnvironmentLacks, KconvError
 from kconv.files import Files
+from kconv.hashing import DEFAULT_DIGEST
 from kconv.isos.base import Grade
 from kconv.job import Job, Settings, discard, tidy
 from kconv.layout import OutFile, lay_out
@@ -64,10 +65,11 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     require: str | None = None,
-    hashes: bool = True,
+    digest: str | None = DEFAULT_DIGEST,
     memory: int = MEMORY,
     part: tuple[int, int] | None = None,
     mmap: bool = False,
+    direct: bool | None = None,
     quiet: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
@@ -82,18 +84,19 @@ def convert(
         resume: go on with what an interrupted run left.
         overwrite: replace a finished folder that kconv made, or start an unfinished one again.
         require: refuse a plan of a worse grade than this.
-        hashes: record the sha256 of the weight files in the manifest.
+        digest: what the manifest records of the weight files: `xxh3-128`, `sha256` (what the Hub states; slower), or None.
         memory: bytes that the workers' buffers may take together.
         part: `(i, n)`: do only the i-th (from 1) of n shares, beside other processes on the same file system; the process
             that ends last finishes the folder. Under torchrun rank and world size are taken. Implies `resume`.
         mmap: read through memory maps instead of `pread`; for local NVMe only.
+        direct: write past the page cache; by default where the file system is known to be fast so.
     """
     _refuse_swapped(source, Path(out))
     the_plan = (source if isinstance(source, Plan) else plan(source, **options)).check()
     _require(the_plan, require)
     check_device(device)
     target, part = Path(out).resolve(), part or rank_part()
-    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory, device), device, hashes, part, mmap)
+    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory, device), device, digest, part, mmap, direct)
     resume = resume or part[1] > 1
     if resume and already(the_plan, target):
         return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,

@@ -1,6 +1,6 @@
 """Results of `verify`, `verify-parity` and `check`, tied to the files they are about.
 
-A result counts for a folder when its `subject` is the sha256 of the folder's `kconv.json`, which in turn holds the sha256
+A result counts for a folder when its `subject` is the sha256 of the folder's `kconv.json`, which in turn holds the digest
 of every other file. So yesterday's pass says nothing about today's files.
 
 | result | recognised by | passes when |

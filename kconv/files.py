@@ -105,6 +105,13 @@ def pread_full(fd: int, buffer: memoryview, offset: int, path: object) -> None:
         done += got
 
 
+def pwrite_full(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`."""
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
 def _cannot_list(error: OSError) -> None:
     raise KconvError(f"cannot list {error.filename}: {error.strerror}", hint="check its permissions and the disk") from error
 

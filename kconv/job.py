@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kconv import manifest as manifests
 from kconv.errors import KconvError
 from kconv.files import Files, LocalFiles, MappedFiles
-from kconv.hashing import sha256_file
+from kconv.hashing import DEFAULT_DIGEST, digests_of, sha256_file
 from kconv.isos.notes import Notes
 from kconv.journal import Journal
 from kconv.layout import OutFile, indexes
@@ -57,9 +57,10 @@ class Settings:
     shard_size: int
     workers: int
     device: str = "cpu"
-    hashes: bool = True
+    digest: str | None = DEFAULT_DIGEST
     part: tuple[int, int] = (1, 1)
     mmap: bool = False
+    direct: bool | None = None
 
 
 class Job:
@@ -67,7 +68,7 @@ class Job:
 
     def __init__(self, plan: Plan, partial: Path, files: list[OutFile], settings: Settings) -> None:
         self.plan, self.partial, self.files, self.settings = plan, partial, files, settings
-        self.sink = FileSink(partial, files, hashes=settings.hashes and settings.part[1] == 1)
+        self.sink = FileSink(partial, files, settings.digest if settings.part[1] == 1 else None, settings.direct)
         self.resumed = 0
         self._fingerprints = fingerprints(plan.source)
         self._started = time.monotonic()
@@ -201,12 +202,17 @@ class Job:
             copy_file(self.plan.source, name, self.partial / name)
             made[name] = _entry(self.partial / name)
         for f in self.files:
-            made[f.name] = {"size": f.size}
-            if self.settings.hashes:
-                known = self.sink.hashes.get(f.name)
-                made[f.name]["sha256"] = known.hexdigest() if known else sha256_file(self.partial / f.name)
+            made[f.name] = {"size": f.size, **self._digest(f.name)}
         write_file(self.partial / MANIFEST, manifests.dump(manifests.build(self.plan, made)))
         sync_folder(self.partial)
+
+    def _digest(self, name: str) -> dict[str, str]:
+        """A weight file's digest under its algorithm's name: from the writing, or (several parts) by reading it."""
+        algorithm = self.settings.digest
+        if algorithm is None:
+            return {}
+        known = self.sink.hashes.get(name)
+        return {algorithm: known.hexdigest()} if known else digests_of(LocalFiles(self.partial), name, algorithm)
 
     def _figures(self, progress: Progress) -> dict[str, Any]:
         return {

@@ -13,11 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kconv.direct import PAGE
 from kconv.files import LocalFiles
 from kconv.headers import read_header
 from kconv.plans import Target
 from kconv.source import GROUPS, index_name
 from kconv.spec import BITS, Spec
+
+PAGED = 1 << 20
+"""Bytes of tensors from which the first begins on a page of the file, for direct writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def safetensors_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | 
         table[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
         at += spec.nbytes
     blob = json.dumps(table, separators=(",", ":")).encode()
-    blob += b" " * (-len(blob) % 8)
+    blob += b" " * ((-len(blob) - 8) % (PAGE if at >= PAGED else 8))
     base = 8 + len(blob)
     starts, at = {}, base
     for name, spec in specs.items():

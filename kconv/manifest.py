@@ -1,11 +1,11 @@
-"""`kconv.json`: what a converted checkpoint is, where it came from, and the sha256 of every file beside it.
+"""`kconv.json`: what a converted checkpoint is, where it came from, and the digest of every file beside it.
 
 | key | meaning |
 |---|---|
 | `source` | name or repository, revision, its config word for word, its index metadata, how many tensors |
 | `family`, `from`, `to`, `options`, `facts` | what was asked, and what the way back needs to know (root, A_log's form, ...) |
 | `plan_digest`, `grade`, `dropped` | the plan that made it, what it keeps, what was left out and why |
-| `files` | size and sha256 of every other file of the folder |
+| `files` | size and digest of every other file of the folder: sha256, of large weight files xxh3-128 unless asked otherwise |
 | `versions` | kconv, torch, safetensors, Python |
 | `sha256` | of the rest, in the canonical form in which the file is written: a changed byte shows here as well |
 """

@@ -23,6 +23,7 @@ from typing import Any
 from kconv.content_hash import Hashes, HashMemory
 from kconv.errors import KconvError, Problems
 from kconv.folder_check import MAX_FILE, Contents, examine
+from kconv.hashing import stated
 from kconv.hub_http import patiently
 from kconv.report import human
 from kconv.upload import Repository, compare, same, send
@@ -130,8 +131,8 @@ def _hashes(contents: Contents, tell: Callable[[str], None]) -> dict[str, Hashes
     large = lambda size: tell(f"hashing {human(size)}") if size > 1e9 else None  # noqa: E731
     for name, path in contents.files.items():
         hashes[name] = memory.of(path, reading=large)
-        stated = known.get(name, {}).get("sha256")
-        if stated and stated != hashes[name].sha256:
+        digest = stated(known.get(name, {}))
+        if digest and digest not in hashes[name].digests.items():
             changed.append(f"{name} is not the file that kconv.json describes")
     missing = [f"{name} is in kconv.json and not in the folder" for name in known if name not in contents.files]
     if changed or missing:

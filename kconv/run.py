@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from kconv.direct import PAGE, phase
 from kconv.errors import BadData, KconvError
 from kconv.files import Files
 from kconv.isos.notes import Notes, collect
@@ -68,10 +69,12 @@ class Arena:
         """A 1-D uint8 array for each region."""
         starts, at = [], 0
         for region in regions:
+            at += (phase(region.offset, ALIGN) - at) % PAGE
             starts.append(at)
             at += -(-region.spec.nbytes // ALIGN) * ALIGN
         if self._buffer.size < at:
-            self._buffer = self.allocate(at)
+            block = self.allocate(at + PAGE)
+            self._buffer = block[-block.ctypes.data % PAGE :]
         return [self._buffer[s : s + r.spec.nbytes] for s, r in zip(starts, regions, strict=True)]
 
 
@@ -137,11 +140,11 @@ def moved(part: Part) -> bool:
     return part.iso.moves_bytes() and len(part.reads) == len(part.writes)
 
 
-def bytes_of(part: Part, data: list[np.ndarray]) -> list[np.ndarray] | None:
-    """A part's outputs where they need no arithmetic, and so no torch; None where they do."""
+def bytes_of(part: Part, data: list[np.ndarray], outs: list[np.ndarray] | None = None) -> Sequence[np.ndarray] | None:
+    """A part's outputs where they need no tensors, and so no torch; None where they do."""
     if moved(part):
         return data
-    return part.iso.on_bytes(data, tuple(r.spec for r in part.reads), part.backward)
+    return part.iso.on_bytes(data, tuple(r.spec for r in part.reads), part.backward, outs)
 
 
 def converted(part: Part, ins: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
@@ -200,9 +203,9 @@ class Worker:
         own = [lend(w) for w in part.writes] if lend else [None] * len(part.writes)
         data = self.read(part, self._in, own if moved(part) else None)
         put_tensor = getattr(self.sink, "put_tensor", None)
-        made: Sequence[Tensor | np.ndarray] | None = bytes_of(part, data)
+        cut = [] if moved(part) else [d if d is not None else c for d, c in zip(own, self._out.cut(part.writes), strict=True)]
+        made: Sequence[Tensor | np.ndarray] | None = bytes_of(part, data, cut)
         if made is None:
-            cut = [mine if mine is not None else d for mine, d in zip(own, self._out.cut(part.writes), strict=True)]
             outs = [shaped(d, w) for d, w in zip(cut, part.writes, strict=True)]
             made = converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], outs)
         if put_tensor is None:
@@ -214,7 +217,7 @@ class Worker:
         view = getattr(self.files, "view", None)
         if view:
             return [view(r.file, r.offset, r.spec.nbytes) for r in part.reads]
-        data = arena.cut(part.reads)
+        data = arena.cut(part.writes if moved(part) else part.reads)
         if own:
             data = [mine if mine is not None else d for mine, d in zip(own, data, strict=True)]
         for region, buffer in zip(part.reads, data, strict=True):

@@ -7,9 +7,11 @@ the slabs of one output file, front to back, so that a worker that stays with a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kconv.direct import PAGE
 from kconv.isos.base import Iso, Specs
 from kconv.plans import Edge, Plan
 from kconv.spec import Spec
@@ -120,11 +122,18 @@ def _tiled(iso: Iso, backward: bool, left: list[Region], right: list[Region], mo
         yield whole
         return
     count = -(-right[0].spec.shape[0] // tiles.right[0])
-    step = max(1, count * most // whole.cost)
+    written = zip(left, tiles.left, strict=True) if backward else zip(right, tiles.right, strict=True)
+    step = _paged(max(1, count * most // whole.cost), max(r.spec.row_bytes * n for r, n in written))
     for at in range(0, count, step):
         lefts = [_rows(r, at * n, (at + step) * n) for r, n in zip(left, tiles.left, strict=True)]
         rights = [_rows(r, at * n, (at + step) * n) for r, n in zip(right, tiles.right, strict=True)]
         yield Part(iso, backward, *((rights, lefts) if backward else (lefts, rights)))
+
+
+def _paged(step: int, row_bytes: int) -> int:
+    """So many rows, or as many fewer as fill whole pages of the file, for direct writes."""
+    whole = PAGE // math.gcd(PAGE, row_bytes)
+    return step // whole * whole or step
 
 
 def _rows(region: Region, start: int, stop: int) -> Region:

@@ -4,7 +4,7 @@
 |---|---|
 | every source tensor that was claimed | the inverse of the plan, computed from the written files, against the source's bytes |
 | plans that have no exact inverse (no sidecar, a lossy cast) | the plan run forward again, against the written bytes |
-| every file of the folder | size and sha256 against the manifest, and the manifest against its own seal |
+| every file of the folder | size and digest against the manifest, and the manifest against its own seal |
 | what the plan left out | named with its reason, and counted as dropped, not as missing |
 """
 
@@ -22,6 +22,7 @@ from kconv import manifest as manifests
 from kconv.conversion import default_workers, plan
 from kconv.errors import KconvError
 from kconv.files import Files, open_files
+from kconv.hashing import digests_of, stated
 from kconv.isos.base import Grade
 from kconv.names import folded
 from kconv.plans import Plan
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 MOST_SHOWN = 50
-BLOCK = 16 << 20
 
 
 @dataclass
@@ -118,7 +118,7 @@ def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: 
     Args:
         out: the converted folder.
         source: what it was converted from.
-        sample: compare so many random slabs (about 32 MB each) instead of everything, and skip the weight files' sha256.
+        sample: compare so many random slabs (about 32 MB each) instead of everything, and skip the weight files' digests.
 
     Returns `ok`, `compared`, `different`, `missing`, `extra`, `differences` (tensor, file, position), `files`, `dropped`.
     """
@@ -231,7 +231,7 @@ def _usable(part: Part, usable: set[str]) -> bool:
 
 
 def check_files(files: Files, manifest: dict[str, Any], *, weights: bool) -> list[str]:
-    """What is wrong with the files of a converted folder, by its manifest's sizes and sha256."""
+    """What is wrong with the files of a converted folder, by its manifest's sizes and digests."""
     problems = []
     present = set(files.names())
     for name, known in manifest["files"].items():
@@ -239,17 +239,14 @@ def check_files(files: Files, manifest: dict[str, Any], *, weights: bool) -> lis
             problems.append(f"{name} is missing")
         elif files.size(name) != known["size"]:
             problems.append(f"{name} has {files.size(name):,} bytes, {known['size']:,} by the manifest")
-        elif "sha256" in known and (weights or not name.endswith(".safetensors")) and sha256(files, name) != known["sha256"]:
-            problems.append(f"{name} has another sha256 than the manifest")
+        elif (weights or not name.endswith(".safetensors")) and (digest := stated(known)):
+            problems += _changed(files, name, *digest)
     return problems
 
 
-def sha256(files: Files, name: str) -> str:
-    """sha256 of a file, read in blocks."""
-    digest, size = hashlib.sha256(), files.size(name)
-    for at in range(0, size, BLOCK):
-        digest.update(files.read(name, at, min(BLOCK, size - at)))
-    return digest.hexdigest()
+def _changed(files: Files, name: str, algorithm: str, digest: str) -> list[str]:
+    same = digests_of(files, name, algorithm)[algorithm] == digest
+    return [] if same else [f"{name} has another {algorithm} than the manifest"]
 
 
 def lines(result: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 | moment | what is on disk |
 |---|---|
 | prepare | `.OUT.partial/` with every file at its full size and header, and the journal |
-| while running | slabs in any order; zero bytes are not written, the file is a hole there |
+| while running | slabs in any order, large ones past the page cache; zero bytes are not written, the file is a hole there |
 | finish | all files synced, side files, index, manifest; then `.OUT.partial` is renamed to OUT |
 """
 
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from kconv.files import Descriptors, pread_full
+from kconv.direct import DirectWriter
+from kconv.files import Descriptors, pread_full, pwrite_full
 from kconv.hashing import TrailingHash
 from kconv.layout import OutFile
 from kconv.slabs import Region, Slab
@@ -60,14 +61,15 @@ def slab_checksum(digests: Iterable[str]) -> str:
 class FileSink:
     """Output files in a folder, written by any number of threads."""
 
-    def __init__(self, folder: Path, files: list[OutFile], *, hashes: bool = True) -> None:
+    def __init__(self, folder: Path, files: list[OutFile], algorithm: str | None, direct: bool | None = None) -> None:
         self.folder = folder
         self.files = {f.name: f for f in files}
         self.bytes_written = 0
         self._fds = Descriptors(lambda name: os.open(folder / name, os.O_RDWR), OPEN_FILES)
+        self._direct = DirectWriter(folder, direct, OPEN_FILES)
         self._dirty: set[str] = set()
         self._places = {n: (f.name, at) for f in files for n, at in f.starts.items()}
-        self.hashes = {f.name: TrailingHash(self._fds, f.name, f.size, f.header) for f in files} if hashes else {}
+        self.hashes = {f.name: TrailingHash(self._fds, f.name, f.size, f.header, algorithm) for f in files} if algorithm else {}
 
     def prepare(self) -> None:
         """Give every file its header and its full size; safe beside other processes that do the same."""
@@ -92,17 +94,19 @@ class FileSink:
         if self.hashes:
             self.hashes[region.file].offer(region.offset, data.data)
         self._dirty.add(region.file)
+        start, end = self._direct.write(region.file, data, region.offset)
         with self._fds.use(region.file) as fd:
-            view, at = data.data, region.offset
-            while view:
-                done = os.pwrite(fd, view, at)
-                view, at = view[done:], at + done
-            _libc.sync_file_range(fd, ctypes.c_int64(region.offset), ctypes.c_int64(data.nbytes), SYNC_FILE_RANGE_WRITE)
+            pwrite_full(fd, data.data[:start], region.offset)
+            pwrite_full(fd, data.data[end:], region.offset + end)
+            if not end:
+                _libc.sync_file_range(fd, ctypes.c_int64(region.offset), ctypes.c_int64(data.nbytes), SYNC_FILE_RANGE_WRITE)
         self.bytes_written += data.nbytes
         return digest_of(data)
 
     def put_zeros(self, region: Region) -> str:
         """A region of zero bytes: nothing to write, the files are made as holes and only ever hold their final bytes."""
+        if self.hashes:
+            self.hashes[region.file].offer(region.offset, region.spec.nbytes)
         return zero_digest(region.spec.nbytes)
 
     def finished(self, slab: Slab) -> None:
@@ -134,6 +138,7 @@ class FileSink:
 
     def close(self) -> None:
         """Close every descriptor."""
+        self._direct.close()
         self._fds.close()
 
 

@@ -24,13 +24,16 @@ from kconv.cli.options import GRADES, Share, Size, conversion_options
 @click.option("--resume", is_flag=True, help="Go on with what an interrupted run left.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder that kconv made.")
 @click.option("--require", type=click.Choice(GRADES), help="Refuse a plan of a worse grade.")
-@click.option("--no-hashes", "hashes", is_flag=True, flag_value=False, default=True, help="Leave the weights' sha256 out.")
+@click.option("--digest", type=click.Choice(("xxh3-128", "sha256", "none")), default="xxh3-128", show_default=True,
+              help="What the manifest records of the weight files; sha256 is what the Hub states, and takes longer.")
+@click.option("--direct/--no-direct", default=None, help="Write past the page cache; by default on local ext4 and xfs.")
 def command(source: str, out: str, **options: Any) -> Outcome:
     """Convert SOURCE into the new folder OUT; the folder appears only when it is complete."""
     from kconv.conversion import convert
     from kconv.report import clock, human
 
     announce(f"convert: reading the headers of {source}")
+    options["digest"] = None if options["digest"] == "none" else options["digest"]
     data = convert(source, out, quiet=False, **options)
 
     def show(console: Console) -> None:

@@ -90,8 +90,10 @@ class Iso(ABC):
         """Independent pieces along axis 0, or None when the step needs its tensors whole."""
         return None
 
-    def on_bytes(self, data: Sequence[np.ndarray], specs: Specs, backward: bool) -> list[np.ndarray] | None:
-        """The same step on raw bytes (1-D uint8), for steps that need no arithmetic; None where tensors are needed."""
+    def on_bytes(
+        self, data: Sequence[np.ndarray], specs: Specs, backward: bool, out: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray] | None:
+        """The same step on raw bytes (1-D uint8), into `out` if that serves; None where tensors, and so torch, are needed."""
         return None
 
     def moves_bytes(self) -> bool:

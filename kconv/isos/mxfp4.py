@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kconv.errors import KconvError
 from kconv.isos import expect, notes
 from kconv.isos.base import Grade, Iso, SpecError, Specs, Tiles
+from kconv.kernels import backend
 from kconv.spec import FLOATS, Spec, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Outs = Sequence[Tensor] | None
+    Arrays = Sequence[np.ndarray] | None
 
 SCALES = ("U8", "F8_E8M0")
 PACKED = ("U8", "I8", "F4")
@@ -80,6 +84,20 @@ class Mxfp4(Iso):
     def _divides(self, width: int, spec: Spec) -> None:
         if width % self.group_size:
             raise SpecError(f"{spec} holds {width} codes a row, which groups of {self.group_size} do not divide")
+
+    def on_bytes(self, data: Sequence[np.ndarray], specs: Specs, backward: bool, out: Arrays = None) -> list[np.ndarray] | None:
+        """By the compiled loops, where they are installed and the scales ordinary; the rest is left to tensors."""
+        if backend.choice("cpu") != "numba" or (backward and not (self.sidecar and self.dtype == "BF16")):
+            return None
+        from kconv.kernels.mxfp4_loops import decode_bytes, encode_bytes
+
+        made = self.backward_specs(specs)[0] if backward else self.forward_specs(specs)[0]
+        target = out[0] if out else np.empty(made.nbytes, np.uint8)
+        if backward:
+            done = encode_bytes(data[0], data[1], target, self.group_size)
+        else:
+            done = decode_bytes(data[0], data[1], self.dtype, target, self.group_size)
+        return [target, data[1]][: 2 if self.sidecar else 1] if done else None
 
     def forward(self, tensors: Sequence[Tensor], out: Outs = None) -> list[Tensor]:
         import torch

@@ -185,7 +185,9 @@ class TrimZeros(Iso):
     def backward_specs(self, specs: Specs) -> Specs:
         return self._resized(specs, self.size, self.padded)
 
-    def on_bytes(self, data: Sequence[np.ndarray], specs: Specs, backward: bool) -> list[np.ndarray] | None:
+    def on_bytes(
+        self, data: Sequence[np.ndarray], specs: Specs, backward: bool, out: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray] | None:
         """Along axis 0 the padding is the end of the bytes; padding that is not zero is left to `forward` to refuse."""
         if self.axis:
             return None

@@ -90,7 +90,7 @@ def scales_of(weight: tuple[int, int], scale: Tensor, zero: Tensor | None) -> Sc
         raise KconvError(f"scale {list(scale.shape)} does not divide a weight {list(weight)} into groups")
     grid = Grid(rows, groups, 1, columns // groups)
     offset = None if zero is None else unpack_zero(zero, rows, groups).float().unsqueeze(0)
-    return Scales(scale.float().unsqueeze(0), grid, tuple(scale.shape), weight, offset)
+    return Scales(scale.unsqueeze(0), grid, tuple(scale.shape), weight, offset)
 
 
 def unpack_zero(zero: Tensor, rows: int, groups: int) -> Tensor:

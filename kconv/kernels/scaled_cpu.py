@@ -18,17 +18,18 @@ from torch import Tensor
 from kconv.kernels.backend import jit
 from kconv.kernels.codes import Code, nearest
 from kconv.kernels.common import viewable
-from kconv.kernels.geometry import Grid
+from kconv.kernels.scaled import Scales
 
 _VIEW = {torch.bfloat16: (torch.int16, np.uint16), torch.float32: (torch.int32, np.uint32)}
 _PAIR = {torch.bfloat16: (torch.int32, np.uint32), torch.float32: (torch.int64, np.uint64)}
 
 
-def decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool | None:
-    """Codes [R, W], factor [rows, columns] into out [R, I]; whether a code was not finite. None: left to plain torch."""
+def decode(codes: Tensor, scales: Scales, code: Code, out: Tensor) -> bool | None:
+    """Codes [R, W], scales [rows, columns] into out [R, I]; whether a code was not finite. None: left to plain torch."""
     if out.dtype not in _VIEW:
         return None
-    source, scale, wide = codes.numpy(), factor.numpy(), out.dtype == torch.float32
+    source, scale, wide = codes.numpy(), scales.factor.numpy(), out.dtype == torch.float32
+    grid, offset = scales.grid, scales.offset
     if code.bits == 8:
         signed, unsigned = _VIEW[out.dtype]
         form = code.mantissa, np.uint32((127 - code.bias) << 23), np.float32(code.step), code.limit, code.hole
@@ -39,22 +40,22 @@ def decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, o
     signed, unsigned = _PAIR[out.dtype]
     target = out.view(signed).numpy().view(unsigned)
     if code.integer:
-        shift = scale if offset is None else offset.contiguous().numpy()
+        shift = scale if offset is None else offset.numpy()
         _integers(source, scale, shift, offset is not None, target, grid.height, grid.width // 2, wide)
     else:
         _e2m1(source, scale, target, grid.height, grid.width // 2, wide)
     return False
 
 
-def encode(tensor: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool:
+def encode(tensor: Tensor, scales: Scales, code: Code, out: Tensor) -> bool:
     """Values [R, I] into the nearest codes out [R, W]; false: left to plain torch."""
     if tensor.dtype not in _VIEW or not out.is_contiguous():
         return False
     signed, unsigned = _VIEW[tensor.dtype]
-    shift = factor if offset is None else offset.contiguous()
+    grid, shift = scales.grid, scales.factor if scales.offset is None else scales.offset
     out.zero_()
     _encode(
-        tensor.view(signed).numpy().view(unsigned), factor.numpy(), shift.numpy(), offset is not None, out.numpy(),
+        tensor.view(signed).numpy().view(unsigned), scales.factor.numpy(), shift.numpy(), scales.offset is not None, out.numpy(),
         nearest(code).numpy(), grid.height, grid.width, tensor.dtype == torch.float32, code.per_byte,
     )  # fmt: skip
     return True

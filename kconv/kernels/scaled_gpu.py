@@ -1,8 +1,8 @@
-"""Codes times scales on CUDA, in Triton: one program a row (or a stretch of it).
+"""Codes times scales on CUDA, in Triton: a program a stretch of consecutive codes, a thread several words of four bytes.
 
 The magnitude bits of a small float, shifted under the exponent of an fp32, times a power of two are its value; then the
-product with the scale is rounded once, to nearest even. Under `TRITON_INTERPRET=1` the same kernels run on CPU tensors,
-where bf16 is rounded by integer arithmetic, as the interpreter does not round it.
+product with the scale is rounded once, to nearest even. Scales are read as they are stored. Under `TRITON_INTERPRET=1`
+the same kernels run on CPU tensors, where bf16 is rounded by integer arithmetic, as the interpreter does not round it.
 """
 
 from __future__ import annotations
@@ -12,37 +12,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kconv.kernels.codes import Code, nearest
-from kconv.kernels.geometry import Grid
+from kconv.kernels.codes import CODES, Code, nearest
+from kconv.kernels.common import viewable
+from kconv.kernels.scaled import Scales
 
-_BLOCK = 4096
-_WARPS = 8
+_VALUES = 4096
+"""Values that a program decodes: as many bytes in a row as keep the memory busy."""
+_WARPS = 4
+_ENCODE_BLOCK = 4096
+_ENCODE_WARPS = 8
+_E4M3 = CODES["F8_E4M3"]
 
 
-def decode(codes: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool:
-    """Codes [R, W], factor [rows, columns] into out [R, I]; whether a code was not finite. Waits for the device."""
+def decode(codes: Tensor, scales: Scales, code: Code, out: Tensor) -> Tensor | bool:
+    """Codes [R, W], scales [rows, columns] into out [R, I]; not zero, in an int32 [1], when a code was not finite."""
     special = torch.zeros(1, dtype=torch.int32, device=out.device)
-    rows, columns = out.shape
-    block = min(_BLOCK, triton.next_power_of_2(columns))
-    _decode[(rows, triton.cdiv(columns, block))](
-        codes, factor, factor if offset is None else offset, out, special, columns, codes.shape[1], factor.shape[1],
-        HEIGHT=grid.height, WIDTH=grid.width, NIBBLES=code.bits == 4, INTEGER=code.integer, SHIFTED=offset is not None,
-        MANTISSA=code.mantissa, UNIT=2.0 ** (127 - code.bias), LIMIT=code.limit, HOLE=code.hole,
+    columns, pitch = out.shape[1], codes.shape[1]
+    lanes = 4 if pitch % 4 == 0 and viewable(codes, 4) else 1
+    words = codes.view(torch.int32) if lanes == 4 else codes
+    per = lanes * code.per_byte
+    block, grid, unit, stored = _VALUES // per, scales.grid, scales.unit, scales.stored
+    _decode[(triton.cdiv(words.numel(), block),)](
+        words, stored if unit is None else stored.view(torch.uint8), stored if unit is None else unit,
+        stored if scales.offset is None else scales.offset, out, special, words.numel(), columns, stored.shape[1],
+        PITCH=pitch // lanes, PER=per, PADDED=pitch * code.per_byte != columns, BITS=code.bits, HEIGHT=grid.height,
+        WIDTH=grid.width, INTEGER=code.integer, SHIFTED=scales.offset is not None, UNIT=_unit(scales), MANTISSA=code.mantissa,
+        ONE=2.0 ** (127 - code.bias), TO_TOP=(128 - code.limit) * 0x01010101, HOLE=code.hole < 256,
         BY_HAND=out.dtype == torch.bfloat16 and not out.is_cuda, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
-    return code.bits == 8 and bool(int(special))
+    return special if code.bits == 8 else False
 
 
-def encode(tensor: Tensor, factor: Tensor, grid: Grid, code: Code, out: Tensor, offset: Tensor | None) -> bool:
+def encode(tensor: Tensor, scales: Scales, code: Code, out: Tensor) -> bool:
     """Values [R, I] into the nearest codes out [R, W]."""
     rows, width = out.shape
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    block, factor = min(_ENCODE_BLOCK, triton.next_power_of_2(width)), scales.factor
     _encode[(rows, triton.cdiv(width, block))](
-        tensor, factor, factor if offset is None else offset, out, nearest(code, out.device), tensor.shape[1], width,
-        factor.shape[1], HEIGHT=grid.height, WIDTH=grid.width, NIBBLES=code.bits == 4, SHIFTED=offset is not None,
-        BLOCK=block, num_warps=_WARPS,
+        tensor, factor, factor if scales.offset is None else scales.offset, out, nearest(code, out.device), tensor.shape[1],
+        width, factor.shape[1], HEIGHT=scales.grid.height, WIDTH=scales.grid.width, NIBBLES=code.bits == 4,
+        SHIFTED=scales.offset is not None, BLOCK=block, num_warps=_ENCODE_WARPS,
     )  # fmt: skip
     return True
+
+
+def _unit(scales: Scales) -> str:
+    """What the kernel does with the unit of the scales."""
+    return "none" if scales.unit is None else "divides" if scales.divides else "multiplies"
 
 
 @triton.jit
@@ -52,39 +67,72 @@ def _to_bf16_bits(x):
 
 
 @triton.jit
+def _number(b, BITS: tl.constexpr, MANTISSA: tl.constexpr, ONE: tl.constexpr):
+    """The fp32 of finite codes b, given as int32."""
+    sign = (b << (32 - BITS)) & -0x80000000
+    return (sign | ((b & ((1 << (BITS - 1)) - 1)) << (23 - MANTISSA))).to(tl.float32, bitcast=True) * ONE
+
+
+@triton.jit
+def _factor(scale, where, live, unit, UNIT: tl.constexpr):
+    """The fp32 factors of scales as they are stored."""
+    if UNIT == "none":
+        return tl.load(scale + where, live, other=1.0).to(tl.float32)
+    number = _number(tl.load(scale + where, live, other=0).to(tl.int32), 8, 3, 2.0**120)
+    if UNIT == "divides":
+        return tl.div_rn(number, tl.zeros_like(number) + tl.load(unit))
+    return number * tl.load(unit)
+
+
+@triton.jit
 def _decode(
-    codes, factor, offset, out, special, columns, stride, groups,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, NIBBLES: tl.constexpr, INTEGER: tl.constexpr, SHIFTED: tl.constexpr,
-    MANTISSA: tl.constexpr, UNIT: tl.constexpr, LIMIT: tl.constexpr, HOLE: tl.constexpr, BY_HAND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    words, scale, unit, offset, out, special, n, columns, groups,
+    PITCH: tl.constexpr, PER: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    INTEGER: tl.constexpr, SHIFTED: tl.constexpr, UNIT: tl.constexpr, MANTISSA: tl.constexpr, ONE: tl.constexpr,
+    TO_TOP: tl.constexpr, HOLE: tl.constexpr, BY_HAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = j < columns
-    where = (row // HEIGHT) * groups + j // WIDTH
-    f = tl.load(factor + where, live, other=1.0)
-    if NIBBLES:
-        b = (tl.load(codes + row * stride + (j >> 1), live, other=0).to(tl.int32) >> ((j & 1) << 2)) & 15
+    # Only what all threads of a program share is 64-bit: 64-bit offsets in every thread cost more than the memory does.
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    top = start // PITCH
+    k = tl.arange(0, BLOCK)
+    live = k < (n - start)
+    w = tl.load(words + start + k, live, other=0).to(tl.int32)
+    at = (start % PITCH).to(tl.int32) + k
+    down = at // PITCH
+    lane = tl.arange(0, PER)[None, :]
+    band = scale + (top // HEIGHT) * groups
+    row = ((top % HEIGHT).to(tl.int32) + down) // HEIGHT
+    along = at - down * PITCH
+    column = along[:, None] * PER + lane
+    held = live[:, None] & (column < columns) if PADDED else live[:, None]
+    if WIDTH % PER == 0 and not PADDED:
+        where = (row * groups + along // (WIDTH // PER))[:, None]
     else:
-        b = tl.load(codes + row * stride + j, live, other=0).to(tl.int32)
+        where = (row * groups)[:, None] + column // WIDTH
+    f = _factor(band, where, held, unit, UNIT)
+    b = (w[:, None] >> (BITS * lane)) & (15 if BITS == 4 else 255)
     if INTEGER:
         number = (b - 8).to(tl.float32)
         if SHIFTED:
-            number = number - tl.load(offset + where, live, other=0.0)
-        x = (number * f).to(tl.int32, bitcast=True)
+            number = number - tl.load(offset + (top // HEIGHT) * groups + where, held, other=0.0)
     else:
-        size = ((b & (7 if NIBBLES else 127)) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * UNIT
-        sign = (b & (8 if NIBBLES else 128)) << (28 if NIBBLES else 24)
-        x = (size * f).to(tl.int32, bitcast=True) ^ sign
+        number = _number(b, BITS, MANTISSA, ONE)
+    x = number * f
     if BY_HAND:
-        result = _to_bf16_bits(x).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        result = _to_bf16_bits(x.to(tl.int32, bitcast=True)).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        result = x.to(tl.float32, bitcast=True).to(out.dtype.element_ty)
-    tl.store(out + row * columns + j, result, live)
-    if not NIBBLES:
-        lost = live & (((b & 127) >= LIMIT) | (b == HOLE))
-        if tl.max(lost.to(tl.int32)) > 0:
-            tl.store(special, 1)
+        result = x.to(out.dtype.element_ty)
+    if PADDED:
+        tl.store(out + top * columns + (down * columns)[:, None] + column, result, held)
+    else:
+        tl.store(out + start * PER + (k[:, None] * PER + lane), result, live[:, None])
+    if BITS == 8:
+        if HOLE:
+            rest = w ^ -0x7F7F7F80
+            lost = (rest - 0x01010101) & ~rest & -0x7F7F7F80
+        else:
+            lost = ((w & 0x7F7F7F7F) + TO_TOP) & -0x7F7F7F80
+        tl.store(special + k * 0, 1, live & (lost != 0))
 
 
 @triton.jit

@@ -14,7 +14,8 @@ import kconv
 from kconv import manifest as manifests
 from kconv.cli import cli
 from kconv.errors import KconvError
-from kconv.hashing import sha256_file
+from kconv.files import LocalFiles
+from kconv.hashing import digests_of, stated
 from kconv.source import open_checkpoint
 from tests.reading import json_of
 
@@ -59,7 +60,9 @@ def reseal(out: Path) -> None:
     """The manifest as if the conversion itself had written these bytes."""
     manifest = json_of(out / "kconv.json")
     for name, entry in manifest["files"].items():
-        entry["sha256"] = sha256_file(out / name)
+        digest = stated(entry)
+        assert digest, f"{name} has no digest"
+        entry |= digests_of(LocalFiles(out), name, digest[0])
     (out / "kconv.json").write_bytes(manifests.dump(manifest))
 
 
@@ -124,7 +127,7 @@ def test_a_flipped_bit_is_said_with_tensor_and_position(spoilt, source):
     assert data["different"] == 1
     assert f"{MOE}3.w3.weight_packed in model-00003-of-000007.safetensors: byte " in data["differences"][0]
     assert "at [7, 5]" in data["differences"][0]
-    assert data["files"] == [f"{entry.file} has another sha256 than the manifest"]
+    assert data["files"] == [f"{entry.file} has another xxh3-128 than the manifest"]
 
 
 def test_a_swapped_expert_is_found(spoilt, source):

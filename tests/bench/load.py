@@ -128,7 +128,7 @@ def main() -> None:
 
         def convert() -> None:
             shutil.rmtree(out, ignore_errors=True)
-            kconv.convert(source, out, experts="bf16", device=device, workers=8, hashes=False)
+            kconv.convert(source, out, experts="bf16", device=device, workers=8, digest=None)
 
         say("convert bf16, output", kconv.plan(source, experts="bf16").output_bytes / timed(convert, device, 1))
         say("converted as on the CPU", bool(kconv.verify(out, source, workers=8)["ok"]))

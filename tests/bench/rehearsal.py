@@ -32,7 +32,7 @@ def main() -> None:
         planned = run_kconv("plan", str(source), "--experts", asked.experts)
         tensors = planned.data["source_tensors"]
         print(f"plan     {tensors:,} tensors in {planned.seconds:.1f} s, peak RSS {human(planned.peak)}", flush=True)
-        done = run_kconv("convert", str(source), str(out), "--experts", asked.experts, "--no-hashes")
+        done = run_kconv("convert", str(source), str(out), "--experts", asked.experts, "--digest", "none")
         slabs, size = done.data["slabs"], done.data["output_bytes"]
         print(f"convert  {human(size)} in {slabs:,} slabs, {clock(done.seconds)}, peak RSS {human(done.peak)}", flush=True)
         check(out, done.data)

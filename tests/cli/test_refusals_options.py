@@ -149,7 +149,7 @@ def test_shard_size_is_effective(args: list[str], files: int, tmp_path: Path) ->
     assert len(shards) >= files if args else len(shards) == files
 
 
-def test_no_hashes_is_effective(tmp_path: Path) -> None:
-    done("convert", small_k3().write(tmp_path / "src"), tmp_path / "out", "--no-hashes")
+def test_no_digest_is_effective(tmp_path: Path) -> None:
+    done("convert", small_k3().write(tmp_path / "src"), tmp_path / "out", "--digest", "none")
     files = json.loads((tmp_path / "out" / "kconv.json").read_text())["files"]
     assert all(("sha256" in known) != name.endswith(".safetensors") for name, known in files.items())

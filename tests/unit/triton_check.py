@@ -83,6 +83,22 @@ def check_fp8() -> None:
         both(fp8.decode, codes, torch.tensor(0.5), finite=False)
 
 
+def check_odd_shapes() -> None:
+    """Rows that words do not fill, groups that they straddle, several weights at once, negative scales, codes at every place."""
+    for columns, groups in ((60, 2), (52, 2), (9, 3), (64, 64)):
+        packed = torch.randint(0, 2**28, (ROWS, -(-columns // 8))).to(torch.int32)
+        scale = torch.rand(ROWS, groups) - 0.5
+        for stored in (scale, scale.bfloat16(), scale.half()):
+            both(int4.decode, packed, stored, columns)
+    codes = torch.randint(0, 0x7F, (3, 5, 36), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    both(fp8.decode, codes, torch.rand(3, 3, 5) - 0.5, block=(2, 8))
+    both(fp8.decode, codes, torch.rand(3, 5) - 0.5)
+    for place in range(36):
+        damaged = codes.clone()
+        damaged.view(torch.uint8)[2, 4, place] = 0xFF
+        refused(fp8.decode, damaged, torch.rand(3))
+
+
 def check_int4_and_nvfp4() -> None:
     packed = torch.randint(-(2**31), 2**31, (ROWS, 8)).to(torch.int32)
     zero = torch.randint(-(2**31), 2**31, (-(-ROWS // 8), 2)).to(torch.int32)
@@ -94,13 +110,19 @@ def check_int4_and_nvfp4() -> None:
     packed = torch.randint(0, 256, (ROWS, 32), dtype=torch.uint8)
     scale = torch.randint(0x10, 0x7E, (ROWS, 4), dtype=torch.uint8).view(torch.float8_e4m3fn)
     for dtype in (torch.bfloat16, torch.float32):
-        values = both(nvfp4.decode, packed, scale, torch.tensor([1234.5]), dtype, divides=True)
-        assert torch.equal(both(nvfp4.encode_with_scale, values, scale, torch.tensor([1234.5]), divides=True), packed)
+        for divides in (True, False):
+            values = both(nvfp4.decode, packed, scale, torch.tensor([1234.5]), dtype, divides=divides)
+            assert torch.equal(both(nvfp4.encode_with_scale, values, scale, torch.tensor([1234.5]), divides=divides), packed)
+    scale.view(torch.uint8)[1, 2] |= 0x80
+    both(nvfp4.decode, packed, scale, torch.tensor([1234.5]), divides=True)
+    scale.view(torch.uint8)[3, 1] = 0xFF
+    refused(nvfp4.decode, packed, scale, torch.tensor([1234.5]), divides=True)
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     check_mxfp4()
     check_fp8()
+    check_odd_shapes()
     check_int4_and_nvfp4()
     print("every bit equal")
