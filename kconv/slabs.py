@@ -123,16 +123,16 @@ def _tiled(iso: Iso, backward: bool, left: list[Region], right: list[Region], mo
         return
     count = -(-right[0].spec.shape[0] // tiles.right[0])
     written = zip(left, tiles.left, strict=True) if backward else zip(right, tiles.right, strict=True)
-    step = _paged(max(1, count * most // whole.cost), max(r.spec.row_bytes * n for r, n in written))
+    step = _paged(max(1, count * most // whole.cost), [r.spec.row_bytes * n for r, n in written])
     for at in range(0, count, step):
         lefts = [_rows(r, at * n, (at + step) * n) for r, n in zip(left, tiles.left, strict=True)]
         rights = [_rows(r, at * n, (at + step) * n) for r, n in zip(right, tiles.right, strict=True)]
         yield Part(iso, backward, *((rights, lefts) if backward else (lefts, rights)))
 
 
-def _paged(step: int, row_bytes: int) -> int:
-    """So many rows, or as many fewer as fill whole pages of the file, for direct writes."""
-    whole = PAGE // math.gcd(PAGE, row_bytes)
+def _paged(step: int, rows: list[int]) -> int:
+    """So many rows of these bytes, or as many fewer as fill whole pages of the files, for direct writes."""
+    whole = math.lcm(*(PAGE // math.gcd(PAGE, row_bytes) for row_bytes in rows))
     return step // whole * whole or step
 
 
