@@ -1,4 +1,4 @@
-"""Codes times scales on CUDA, in Triton: a program a stretch of consecutive codes, a thread several words of four bytes.
+"""Codes times scales on CUDA, in Triton: a program a stretch of consecutive codes, a thread words of eight of them.
 
 The magnitude bits of a small float, shifted under the exponent of an fp32, times a power of two are its value; then the
 product with the scale is rounded once, to nearest even. Scales are read as they are stored. Under `TRITON_INTERPRET=1`
@@ -12,33 +12,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kconv.kernels.codes import CODES, Code, nearest
-from kconv.kernels.common import viewable
+from kconv.kernels.codes import Code, nearest
+from kconv.kernels.common import INTS, viewable
 from kconv.kernels.scaled import Scales
 
-_VALUES = 4096
-"""Values that a program decodes: as many bytes in a row as keep the memory busy."""
+_WORD = 8
+"""Codes that a thread reads at once: it writes as many bf16 in one store of 16 bytes."""
+_VALUES = 2048
 _WARPS = 4
 _ENCODE_BLOCK = 4096
 _ENCODE_WARPS = 8
-_E4M3 = CODES["F8_E4M3"]
 
 
 def decode(codes: Tensor, scales: Scales, code: Code, out: Tensor) -> Tensor | bool:
     """Codes [R, W], scales [rows, columns] into out [R, I]; not zero, in an int32 [1], when a code was not finite."""
     special = torch.zeros(1, dtype=torch.int32, device=out.device)
-    columns, pitch = out.shape[1], codes.shape[1]
-    lanes = 4 if pitch % 4 == 0 and viewable(codes, 4) else 1
-    words = codes.view(torch.int32) if lanes == 4 else codes
-    per = lanes * code.per_byte
+    columns, pitch, lanes = out.shape[1], codes.shape[1], _WORD // code.per_byte
+    if pitch % lanes or not viewable(codes, lanes):
+        lanes = 1
+    words, per = codes.view(INTS[lanes]), lanes * code.per_byte
     block, grid, unit, stored = _VALUES // per, scales.grid, scales.unit, scales.stored
     _decode[(triton.cdiv(words.numel(), block),)](
         words, stored if unit is None else stored.view(torch.uint8), stored if unit is None else unit,
         stored if scales.offset is None else scales.offset, out, special, words.numel(), columns, stored.shape[1],
         PITCH=pitch // lanes, PER=per, PADDED=pitch * code.per_byte != columns, BITS=code.bits, HEIGHT=grid.height,
         WIDTH=grid.width, INTEGER=code.integer, SHIFTED=scales.offset is not None, UNIT=_unit(scales), MANTISSA=code.mantissa,
-        ONE=2.0 ** (127 - code.bias), TO_TOP=(128 - code.limit) * 0x01010101, HOLE=code.hole < 256,
-        BY_HAND=out.dtype == torch.bfloat16 and not out.is_cuda, BLOCK=block, num_warps=_WARPS,
+        ONE=2.0 ** (127 - code.bias), LIMIT=code.limit, HOLE=code.hole < 256, ONES=int.from_bytes(b"\x01" * lanes, "little"),
+        TOPS=int.from_bytes(b"\x80" * lanes, "little", signed=True), BLOCK=block, num_warps=_WARPS,
+        BY_HAND=out.dtype == torch.bfloat16 and not out.is_cuda,
     )  # fmt: skip
     return special if code.bits == 8 else False
 
@@ -89,14 +90,16 @@ def _decode(
     words, scale, unit, offset, out, special, n, columns, groups,
     PITCH: tl.constexpr, PER: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     INTEGER: tl.constexpr, SHIFTED: tl.constexpr, UNIT: tl.constexpr, MANTISSA: tl.constexpr, ONE: tl.constexpr,
-    TO_TOP: tl.constexpr, HOLE: tl.constexpr, BY_HAND: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr, HOLE: tl.constexpr, ONES: tl.constexpr, TOPS: tl.constexpr, BY_HAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Only what all threads of a program share is 64-bit: 64-bit offsets in every thread cost more than the memory does.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     top = start // PITCH
     k = tl.arange(0, BLOCK)
     live = k < (n - start)
-    w = tl.load(words + start + k, live, other=0).to(tl.int32)
+    w = tl.load(words + start + k, live, other=0)
+    if w.dtype == tl.uint8:
+        w = w.to(tl.int8, bitcast=True).to(tl.int32)
     at = (start % PITCH).to(tl.int32) + k
     down = at // PITCH
     lane = tl.arange(0, PER)[None, :]
@@ -110,7 +113,7 @@ def _decode(
     else:
         where = (row * groups)[:, None] + column // WIDTH
     f = _factor(band, where, held, unit, UNIT)
-    b = (w[:, None] >> (BITS * lane)) & (15 if BITS == 4 else 255)
+    b = (w[:, None] >> (BITS * lane)).to(tl.int32) & ((1 << BITS) - 1)
     if INTEGER:
         number = (b - 8).to(tl.float32)
         if SHIFTED:
@@ -127,11 +130,12 @@ def _decode(
     else:
         tl.store(out + start * PER + (k[:, None] * PER + lane), result, live[:, None])
     if BITS == 8:
-        if HOLE:
-            rest = w ^ -0x7F7F7F80
-            lost = (rest - 0x01010101) & ~rest & -0x7F7F7F80
-        else:
-            lost = ((w & 0x7F7F7F7F) + TO_TOP) & -0x7F7F7F80
+        if HOLE:  # is a byte 0 after the xor
+            rest = w ^ TOPS
+            lost = (rest - ONES) & ~rest
+        else:  # does a byte reach its top bit
+            lost = (w & (ONES * 127)) + ONES * (128 - LIMIT)
+        lost &= TOPS
         tl.store(special + k * 0, 1, live & (lost != 0))
 
 

@@ -90,13 +90,14 @@ def check_odd_shapes() -> None:
         scale = torch.rand(ROWS, groups) - 0.5
         for stored in (scale, scale.bfloat16(), scale.half()):
             both(int4.decode, packed, stored, columns)
-    codes = torch.randint(0, 0x7F, (3, 5, 36), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    both(fp8.decode, codes, torch.rand(3, 3, 5) - 0.5, block=(2, 8))
-    both(fp8.decode, codes, torch.rand(3, 5) - 0.5)
-    for place in range(36):
-        damaged = codes.clone()
-        damaged.view(torch.uint8)[2, 4, place] = 0xFF
-        refused(fp8.decode, damaged, torch.rand(3))
+    for columns, code in ((36, torch.float8_e4m3fn), (40, torch.float8_e4m3fn), (40, torch.float8_e5m2fnuz)):
+        codes = torch.randint(0, 0x7F, (3, 5, columns), dtype=torch.uint8).view(code)
+        both(fp8.decode, codes, torch.rand(3, 3, 5) - 0.5, block=(2, 8))
+        both(fp8.decode, codes, torch.rand(3, 5) - 0.5)
+        for place in range(columns):
+            damaged = codes.clone()
+            damaged.view(torch.uint8)[2, 4, place] = 0xFF if code == torch.float8_e4m3fn else 0x80
+            refused(fp8.decode, damaged, torch.rand(3))
 
 
 def check_int4_and_nvfp4() -> None:
