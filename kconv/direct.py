@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 PAGE = 4096
-LEAST = 1 << 20
+LEAST = 256 << 10
 SYSTEMS = frozenset({"ext4", "xfs"})
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 

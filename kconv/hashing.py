@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from kconv.files import Descriptors, Files, pread_full
@@ -27,31 +28,46 @@ DEFAULT_DIGEST = "xxh3-128"
 BLOCK = 4 << 20
 WORTH = 16 << 20
 KEPT = 64 << 20
+SPARE = 8
 _ZEROS = bytes(1 << 20)
 
 
 class TrailingHash:
     """The digest of one growing file of known final size."""
 
-    def __init__(self, fds: Descriptors, name: str, size: int, header: bytes, algorithm: str) -> None:
+    def __init__(self, fds: Descriptors, name: str, size: int, header: bytes, algorithm: str, spare: Spare) -> None:
         front = len(header)
         self._fds, self._name, self.size, self._front = fds, name, size, front
         self._gaps: dict[int, int] = {}
-        self._kept: dict[int, bytes | int] = {}  # offset -> bytes, or how many zero bytes
+        self._kept: dict[int, np.ndarray | int] = {}  # offset -> bytes, or how many zero bytes
         self._room = KEPT
         self._hashed = front
         self._digest = DIGESTS[algorithm](header)
+        self._spare = spare
         self._lock = threading.Lock()
         self._busy = False
 
     def offer(self, offset: int, data: memoryview | int) -> None:
         """Hash bytes that are being written (or so many zero bytes): now if it is their turn, later if there is room."""
+        need = 0 if isinstance(data, int) else len(data)
         with self._lock:
-            if offset != self._hashed or self._busy:
-                self._keep(offset, data)
+            if self._busy or offset != self._hashed:
+                if offset < self._hashed or need > self._room:
+                    return
+                self._room -= need
+                wait = True
+            else:
+                self._busy, wait = True, False
+        if not wait:
+            self._update(data)
+            self._go_on(reading=False)
+            return
+        kept = data if isinstance(data, int) else self._spare.copy(data)
+        with self._lock:
+            self._kept[offset] = kept
+            if self._busy or offset != self._hashed:
                 return
             self._busy = True
-        self._update(data)
         self._go_on(reading=False)
 
     def written(self, offset: int, nbytes: int) -> None:
@@ -78,25 +94,28 @@ class TrailingHash:
             raise AssertionError(f"{self.size - self._hashed} bytes were never written")
         return self._digest.hexdigest()
 
-    def _keep(self, offset: int, data: memoryview | int) -> None:
-        """Keep bytes for their turn, if it is still to come and there is room."""
-        need = 0 if isinstance(data, int) else len(data)
-        if offset >= self._hashed and need <= self._room and offset not in self._kept:
-            self._room -= need
-            self._kept[offset] = data if isinstance(data, int) else bytes(data)
-
     def _go_on(self, *, reading: bool) -> None:
         """Hash what is next and was kept, or (`reading`) can be read back; gives up the turn when there is nothing."""
         while True:
             with self._lock:
                 for offset in [o for o in self._kept if o < self._hashed]:
-                    self._release(offset)
-                data = self._release(self._hashed)
+                    self._release(self._kept.pop(offset))
+                data = self._kept.pop(self._hashed, None)
                 behind = self._front - self._hashed if reading and data is None else 0
                 if data is None and behind <= 0:
                     self._busy = False
                     return
-            self._update(self._read(min(BLOCK, behind)) if data is None else data)
+            if data is None:
+                self._update(self._read(min(BLOCK, behind)))
+            else:
+                self._update(data)
+                with self._lock:
+                    self._release(data)
+
+    def _release(self, data: np.ndarray | int) -> None:
+        if not isinstance(data, int):
+            self._room += data.nbytes
+            self._spare.give(data)
 
     def _read(self, nbytes: int) -> memoryview:
         view = memoryview(bytearray(nbytes))
@@ -104,12 +123,7 @@ class TrailingHash:
             pread_full(fd, view, self._hashed, self._name)
         return view
 
-    def _release(self, offset: int) -> bytes | int | None:
-        data = self._kept.pop(offset, None)
-        self._room += len(data) if isinstance(data, bytes) else 0
-        return data
-
-    def _update(self, data: memoryview | bytes | int) -> None:
+    def _update(self, data: memoryview | np.ndarray | int) -> None:
         """Hash the next bytes; only the thread whose turn it is calls this."""
         if isinstance(data, int):
             for at in range(0, data, len(_ZEROS)):
@@ -117,7 +131,31 @@ class TrailingHash:
             self._hashed += data
         else:
             self._digest.update(data)
-            self._hashed += len(data)
+            self._hashed += data.nbytes
+
+
+class Spare:
+    """Buffers for copies, used again: fresh memory costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+
+    def copy(self, data: memoryview) -> np.ndarray:
+        """The bytes in a buffer of their own."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = np.empty(0, np.uint8)
+        if buffer.size < data.nbytes:
+            buffer = np.empty(max(data.nbytes, BLOCK), np.uint8)
+        kept = buffer[: data.nbytes]
+        np.copyto(kept, np.frombuffer(data, np.uint8))
+        return kept
+
+    def give(self, kept: np.ndarray) -> None:
+        """Take back what `copy` gave."""
+        if isinstance(kept.base, np.ndarray) and len(self._free) < SPARE:
+            self._free.append(kept.base)
 
 
 def digests_of(files: Files, name: str, *algorithms: str) -> dict[str, str]:

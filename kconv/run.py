@@ -1,13 +1,12 @@
-"""Executing slabs: worker threads that each read, convert and write one slab at a time, in file order, within a budget.
+"""Executing slabs: worker threads that each read, convert and write one part at a time, in file order, within a budget.
 
 Memory is what the workers hold: one part's inputs and outputs each (a few MB, or one untileable tensor), whatever the
-size of the checkpoint. The first error stops every worker after its slab; an interrupt does the same.
+size of the checkpoint. The first error stops every worker after its part; an interrupt does the same.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -16,11 +15,11 @@ import numpy as np
 
 from kconv.direct import PAGE, phase
 from kconv.errors import BadData, KconvError
+from kconv.feed import Feed
 from kconv.files import Files
 from kconv.isos.notes import Notes, collect
 from kconv.slabs import Part, Region, Slab
 from kconv.spec import torch_dtype
-from kconv.writer import slab_checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,36 +75,6 @@ class Arena:
             block = self.allocate(at + PAGE)
             self._buffer = block[-block.ctypes.data % PAGE :]
         return [self._buffer[s : s + r.spec.nbytes] for s, r in zip(starts, regions, strict=True)]
-
-
-class Feed:
-    """Hands out slabs: each worker stays with one stream while it lasts, then takes the next, then helps another."""
-
-    def __init__(self, streams: Iterable[Iterator[Slab]]) -> None:
-        self._waiting = deque(streams)
-        self._active: list[Iterator[Slab]] = []
-        self._mine = threading.local()
-        self._lock = threading.Lock()
-
-    def take(self) -> Slab | None:
-        """The next slab for the calling thread; None when there is none left."""
-        with self._lock:
-            mine = getattr(self._mine, "stream", None)
-            while True:
-                if mine is not None:
-                    slab = next(mine, None)
-                    if slab is not None:
-                        return slab
-                    if mine in self._active:
-                        self._active.remove(mine)
-                if self._waiting:
-                    mine = self._waiting.popleft()
-                    self._active.append(mine)
-                elif self._active:
-                    mine = self._active[-1]
-                else:
-                    return None
-                self._mine.stream = mine
 
 
 def torch_ready() -> None:
@@ -166,21 +135,21 @@ class Worker:
         self._zero_memo = zero_memo
         self.heard = Notes()
 
-    def slab(self, slab: Slab, progress: Progress) -> str:
-        """Do one slab; returns its checksum."""
+    def slab(self, slab: Slab, progress: Progress) -> list[str]:
+        """Do one slab, or some parts of one; returns the digests of what was written."""
         digests: list[str] = []
-        advise = getattr(self.files, "advise", None)
-        if advise:
-            advise([(r.file, r.offset, r.spec.nbytes) for part in slab.parts for r in part.reads], needed=True)
         for part in slab.parts:
             digests += self.part(part)
             with progress.lock:
                 progress.bytes_read += sum(r.spec.nbytes for r in part.reads)
                 progress.bytes_out += sum(w.spec.nbytes for w in part.writes)
+        return digests
+
+    def advise(self, slab: Slab, *, needed: bool) -> None:
+        """Say that a slab's inputs will be read soon, or not again, where the files want to know."""
+        advise = getattr(self.files, "advise", None)
         if advise:
-            advise([(r.file, r.offset, r.spec.nbytes) for part in slab.parts for r in part.reads], needed=False)
-        self.sink.finished(slab)
-        return slab_checksum(digests)
+            advise([(r.file, r.offset, r.spec.nbytes) for part in slab.parts for r in part.reads], needed=needed)
 
     def part(self, part: Part) -> list[str]:
         """Do one part; returns the digests of what it wrote."""
@@ -279,19 +248,25 @@ def execute(
 ) -> Progress:
     """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling thread."""
     progress, failures, stop = Progress(), [], threading.Event()
-    feed, zero_memo = Feed(streams), dict[tuple, bool]()
+    feed, zero_memo = Feed(streams, 1 if device == "cpu" else None), dict[tuple, bool]()
     finished = threading.Semaphore(0)
 
     def work() -> None:
         try:
             worker = worker_for(device)(files, sink, device, zero_memo)
             while not stop.is_set():
-                slab = feed.take()
-                if slab is None:
+                share = feed.take()
+                if share is None:
                     break
-                done(slab, worker.slab(slab, progress))
-                with progress.lock:
-                    progress.slabs += 1
+                whole = share.whole
+                if share.first == 0:
+                    worker.advise(whole.slab, needed=True)
+                if share.finish(worker.slab(share.slab, progress)):
+                    worker.advise(whole.slab, needed=False)
+                    sink.finished(whole.slab)
+                    done(whole.slab, whole.checksum)
+                    with progress.lock:
+                        progress.slabs += 1
             with progress.lock:
                 progress.heard.merge(worker.heard)
         except BaseException as e:

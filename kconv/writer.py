@@ -20,7 +20,7 @@ import xxhash
 
 from kconv.direct import DirectWriter
 from kconv.files import Descriptors, pread_full, pwrite_full
-from kconv.hashing import TrailingHash
+from kconv.hashing import Spare, TrailingHash
 from kconv.layout import OutFile
 from kconv.slabs import Region, Slab
 
@@ -69,7 +69,10 @@ class FileSink:
         self._direct = DirectWriter(folder, direct, OPEN_FILES)
         self._dirty: set[str] = set()
         self._places = {n: (f.name, at) for f in files for n, at in f.starts.items()}
-        self.hashes = {f.name: TrailingHash(self._fds, f.name, f.size, f.header, algorithm) for f in files} if algorithm else {}
+        self.hashes: dict[str, TrailingHash] = {}
+        if algorithm:
+            spare = Spare()
+            self.hashes = {f.name: TrailingHash(self._fds, f.name, f.size, f.header, algorithm, spare) for f in files}
 
     def prepare(self) -> None:
         """Give every file its header and its full size; safe beside other processes that do the same."""
