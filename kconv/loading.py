@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kconv import run_cuda
 from kconv.conversion import default_workers, plan
 from kconv.errors import KconvError, Problems
 from kconv.names import folded
@@ -34,20 +35,23 @@ def load(source: Any, *, device: str | torch.device = "cpu", dtype: torch.dtype 
         source: a folder in the native or the published layout, or `hf://owner/name`.
         device: where the model lives; slabs are converted there when it is a GPU.
         dtype: floating-point dtype of the model; the config's by default. The fp32 set stays (at least) fp32.
-        workers: reading threads.
+        workers: reading threads; by default as many as there are cores, at most 8 for a GPU.
         options: `experts` (`packed`, `bf16`, ...), `follow_index`, `tie` as for `kconv.plan`.
 
     Raises `Problems` when a tensor is missing, surplus or misshapen.
     """
+    import torch
+
     made = plan(source, "native", **options).check()
     model = empty_model(made, device, dtype)
-    sink = MemorySink(_storage(made, model))
+    sink, on_gpu = MemorySink(_storage(made, model)), model.device.type == "cuda"
+    count = workers or (min(default_workers(), run_cuda.WORKERS) if on_gpu else default_workers())
     with Meter("load", made.output_bytes, quiet=quiet) as meter:
-        execute(
-            streams(made, sink.place, str(device)), made.source.files, sink,
-            workers=workers or default_workers(), device=str(device), tick=meter,
-        )  # fmt: skip
+        todo = streams(made, sink.place, str(device))
+        execute(todo, made.source.files, sink, workers=count, device=str(device), tick=meter)
     model.tie_weights()
+    if on_gpu:
+        torch.cuda.synchronize(model.device)
     return model.eval()
 
 
@@ -88,7 +92,7 @@ class MemorySink:
     """A sink that puts converted regions into tensors, cast to their dtype."""
 
     def __init__(self, storage: dict[str, Tensor]) -> None:
-        self._storage = storage
+        self._flat = {name: tensor.detach().reshape(-1) for name, tensor in storage.items()}
 
     def place(self, name: str) -> tuple[str, int]:
         """Offsets count bytes of the target's own dtype."""
@@ -98,11 +102,12 @@ class MemorySink:
         """The region's own storage as bytes, where it lies on the CPU in the region's dtype: it is filled in place."""
         import torch
 
-        target = self._storage.get(region.name)
-        if target is None or target.device.type != "cpu" or target.dtype != torch_dtype(region.spec.dtype):
-            return None
-        flat = target.reshape(-1).view(torch.uint8).numpy()
-        return flat[region.offset : region.offset + region.spec.nbytes]
+        place = self._place(region, "cpu")
+        return None if place is None else place.view(torch.uint8).numpy()
+
+    def lend_on_device(self, region: Region) -> Tensor | None:
+        """The region's own storage, flat, where it lies on a GPU in the region's dtype."""
+        return self._place(region, "cuda")
 
     def put(self, region: Region, data: np.ndarray) -> str:
         """Copy bytes that lie on the CPU."""
@@ -111,18 +116,22 @@ class MemorySink:
         return self.put_tensor(region, torch.from_numpy(data).view(torch_dtype(region.spec.dtype)))
 
     def put_tensor(self, region: Region, tensor: Tensor) -> str:
-        """Copy a tensor from any device into the region's place."""
-        target = self._storage.get(region.name)
-        lent = self.lend(region)
-        if target is not None and (lent is None or lent.ctypes.data != tensor.data_ptr()):
-            dtype = torch_dtype(region.spec.dtype)
-            start = region.offset // dtype.itemsize
-            target.reshape(-1)[start : start + tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
+        """Copy a tensor from any device into the region's place, unless it is the place."""
+        place = self._place(region)
+        if place is not None and place.data_ptr() != tensor.data_ptr():
+            place.copy_(tensor.reshape(-1), non_blocking=True)
         return ""
+
+    def _place(self, region: Region, device: str | None = None) -> Tensor | None:
+        """The region in the model's storage, flat; None where there is none, or not in the region's dtype on such a `device`."""
+        flat, dtype = self._flat.get(region.name), torch_dtype(region.spec.dtype)
+        if flat is None or (device and (flat.device.type != device or flat.dtype != dtype)):
+            return None
+        start = region.offset // dtype.itemsize
+        return flat[start : start + region.spec.nbytes // dtype.itemsize]
 
     def put_zeros(self, region: Region) -> str | None:
         return None
 
     def finished(self, slab: Slab) -> None:
         """Nothing to do."""
-

@@ -8,8 +8,9 @@
 | ratio, CPU | to `Tensor.copy_` of that output on as many threads |
 | ratio, CUDA | bytes read and written per second, to those of a device copy |
 
-On CUDA it first checks that Triton gives the bits of the CPU, and also times pinned transfers. `--tune` tries other
-launch shapes of the MXFP4 kernel. Runs in less than a minute.
+On CUDA the stack is that of a whole K3 layer (896 experts, 39.5 GB of bf16; `--experts` for a smaller one), decoded
+straight into rows of a grouped tensor, checks and the wait for them included. It first checks that Triton gives the bits
+of the CPU, and also times pinned transfers. `--tune` tries other launch shapes of the MXFP4 kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -46,34 +47,41 @@ class Case:
     bytes_all: int
 
 
-def cases(rows: int, columns: int, device: torch.device) -> list[Case]:
-    """Decoders to bf16 and exact encoders, on the shape of a K3 expert or a stack of them."""
+def cases(rows: int, columns: int, device: torch.device, repeats: int = 1) -> Iterator[Case]:
+    """Decoders to bf16 and exact encoders, on the shape of a K3 expert or a stack of them; random rows `repeats` times over.
+
+    The stored tensors of a case live as long as it does. All decode into the same rows of a grouped tensor.
+    """
     generator = torch.Generator(device=device).manual_seed(0)
+    base, bf16 = rows // repeats, torch.bfloat16
 
-    def byte(*shape: int, low: int = 0, high: int = 256) -> Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+    def byte(width: int, low: int = 0, high: int = 256) -> Tensor:
+        return torch.randint(low, high, (base, width), dtype=torch.uint8, device=device, generator=generator)
 
-    packed, exponent = byte(rows, columns // 2), byte(rows, columns // 32, low=110, high=128)
-    codes = byte(rows, columns)
-    codes = torch.where(codes & 0x7F == 0x7F, 0, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+    def stacked(tensor: Tensor) -> Tensor:
+        return tensor.repeat(repeats, 1)
+
+    grouped = torch.empty(rows + 1, columns, dtype=bf16, device=device)
+    out = grouped[1:]
+
+    def case(name: str, run: Run, *stored: Tensor) -> Case:
+        return Case(name, run, out.nbytes, out.nbytes + sum(t.nbytes for t in stored))
+
+    packed, exponent = stacked(byte(columns // 2)), stacked(byte(columns // 32, 110, 128))
+    yield case("mxfp4 decode", partial(mxfp4.decode, packed, exponent, bf16, out), packed, exponent)
+    yield case("mxfp4 decode, unchecked", partial(mxfp4.decode, packed, exponent, bf16, out, check=False), packed, exponent)
+    values, target = mxfp4.decode(packed, exponent), torch.empty_like(packed)
+    yield case("mxfp4 encode", partial(mxfp4.encode_with_scale, values, exponent, target), packed, exponent)
+    del values, target, exponent
+    words, group = packed.view(torch.int32), stacked((byte(columns // 32).float() / 9999 + 1e-4).bfloat16())
+    yield case("int4 decode", partial(int4.decode, words, group, columns, bf16, out), packed, group)
+    fine, whole = stacked(byte(columns // 16, 0x20, 0x7F)).view(torch.float8_e4m3fn), torch.tensor([2000.0]).to(device)
+    yield case("nvfp4 decode", partial(nvfp4.decode, packed, fine, whole, bf16, out, divides=True), packed, fine)
+    del packed, words, group, fine
+    finite = byte(columns)
+    codes = stacked(torch.where(finite & 0x7F == 0x7F, 0, finite).to(torch.uint8)).view(torch.float8_e4m3fn)
     block = torch.rand(-(-rows // 128), -(-columns // 128), device=device, generator=generator) * 0.01 + 1e-4
-    words, group = packed.view(torch.int32), (byte(rows, columns // 32).float() / 9999 + 1e-4).bfloat16()
-    fine, whole = byte(rows, columns // 16, low=0x20, high=0x7F).view(torch.float8_e4m3fn), torch.tensor([2000.0]).to(device)
-    out = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-    values = mxfp4.decode(packed, exponent)
-    target, big, bf16 = torch.empty_like(packed), (128, 128), torch.bfloat16
-    full = out.nbytes
-    rest = {"mxfp4": packed.nbytes + exponent.nbytes, "fp8": codes.nbytes, "int4": packed.nbytes + group.nbytes}
-    return [
-        Case("mxfp4 decode", lambda: mxfp4.decode(packed, exponent, bf16, out), full, full + rest["mxfp4"]),
-        Case("mxfp4 decode, unchecked", lambda: mxfp4.decode(packed, exponent, bf16, out, check=False), full,
-             full + rest["mxfp4"]),
-        Case("mxfp4 encode", lambda: mxfp4.encode_with_scale(values, exponent, target), full, full + rest["mxfp4"]),
-        Case("fp8 block decode", lambda: fp8.decode(codes, block, bf16, out, block=big), full, full + rest["fp8"]),
-        Case("int4 decode", lambda: int4.decode(words, group, columns, bf16, out), full, full + rest["int4"]),
-        Case("nvfp4 decode", lambda: nvfp4.decode(packed, fine, whole, bf16, out, divides=True), full,
-             full + packed.nbytes + fine.nbytes),
-    ]  # fmt: skip
+    yield case("fp8 block decode", partial(fp8.decode, codes, block, bf16, out, block=(128, 128)), codes, block)
 
 
 def seconds(run: Run, budget: float, synchronise: Run = lambda: None) -> float:
@@ -99,7 +107,7 @@ def bench_cpu(threads: int) -> list[dict]:
     rows, columns = 6144, 3584
     results: list[dict] = []
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        sets = [cases(rows, columns, torch.device("cpu")) for _ in range(threads)]
+        sets = [list(cases(rows, columns, torch.device("cpu"))) for _ in range(threads)]
         copies = [(torch.empty(rows, columns, dtype=torch.bfloat16), torch.ones(rows, columns).bfloat16()) for _ in sets]
         copy = together([partial(a.copy_, b) for a, b in copies], pool)
         volume = 4 * threads * copies[0][0].nbytes
@@ -114,14 +122,15 @@ def bench_cpu(threads: int) -> list[dict]:
     return results
 
 
-def bench_cuda() -> list[dict]:
-    """Every kernel in Triton (and MXFP4 in plain torch) on a stack of 64 experts, against a device copy; transfers."""
+def bench_cuda(experts: int) -> list[dict]:
+    """Every kernel in Triton (and MXFP4 in plain torch) on a stack of experts, against a device copy; transfers."""
     device, wait = torch.device("cuda"), torch.cuda.synchronize
     same_as_cpu(device)
-    rows, columns = 64 * 6144, 3584
+    rows, columns = experts * 6144, 3584
     traffic = device_copy(rows * columns * 2, wait)
+    torch.cuda.empty_cache()
     results = [row("device copy, read and written", "torch", 0, traffic, 1.0)]
-    for case in cases(rows, columns, device):
+    for case in cases(rows, columns, device, max(experts // 32, 1)):
         for name in ("triton", "plain"):
             if name == "plain" and not case.name.startswith("mxfp4 decode"):
                 continue
@@ -163,7 +172,7 @@ def tune() -> list[dict]:
     """The MXFP4 decoder with other launch shapes."""
     from kconv.kernels import mxfp4_gpu
 
-    case = cases(64 * 6144, 3584, torch.device("cuda"))[1]
+    case = list(cases(64 * 6144, 3584, torch.device("cuda")))[1]
     results = []
     for block in (128, 256, 512, 1024):
         for warps in (2, 4, 8):
@@ -184,11 +193,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--experts", type=int, default=896, help="in the stack (CUDA); a multiple of 32, or less")
     parser.add_argument("--tune", action="store_true", help="try other launch shapes (CUDA)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args()
     if options.device == "cuda":
-        results = bench_cuda() + (tune() if options.tune else [])
+        results = bench_cuda(options.experts) + (tune() if options.tune else [])
         where = torch.cuda.get_device_name()
     else:
         results = [line for threads in options.threads for line in bench_cpu(threads)]
