@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 WORKERS = 8
 """Readers that a load has at most: more of them wait for the machine's memory and for each other."""
-BATCH = 32 << 20
+BATCH = 64 << 20
 BATCHES = 2
-"""While one is read into, the other crosses the bus. Little of it: the kernel locks every page of pinned memory by itself."""
+"""While one is read into, the other crosses the bus. Smaller ones mean more calls, for which the threads wait on each other."""
 
 
 class PinnedArena(Arena):

@@ -148,16 +148,19 @@ class Bench:
     """Checkpoints of two sizes, what is measured on them, and the figures found."""
 
     def __init__(self, folder: Path, device: str, layers: int, experts: int) -> None:
-        self.folder, self.device, self.found = folder, device, dict[str, float | bool | str]()
+        self.folder, self.device, self.found = folder, device, dict[str, float | bool]()
         self.small, self.large = folder / "small", folder / "large"
         make(self.small, 2, 16)
         make(self.large, layers, experts)
         print(f"checkpoints of {human(weight_bytes(self.small))} and {human(weight_bytes(self.large))}", flush=True)
 
-    def say(self, key: str, value: float | bool | str, unit: str = "/s") -> None:
-        """Keep and print one figure: bytes a second, seconds (`unit` s), or an answer."""
+    def say(self, key: str, value: float | bool, unit: str = "bytes/s") -> None:
+        """Keep and print one figure: bytes a second, seconds (`unit` s), a share (no `unit`), or an answer."""
         self.found[key] = value
-        shown = value if not isinstance(value, float) else f"{value:.3f} s" if unit == "s" else f"{human(value)}{unit}"
+        if isinstance(value, bool):
+            shown = str(value)
+        else:
+            shown = f"{human(value)}/s" if unit == "bytes/s" else f"{value:.2f} {unit}".rstrip()
         print(f"{key:<40} {shown}", flush=True)
 
     def limits(self, workers: int) -> dict[str, float]:
@@ -199,7 +202,7 @@ class Bench:
         """A rate, and what share it is of the slowest link."""
         self.say(key, rate)
         slowest = min(rates, key=lambda name: rates[name])
-        self.say(f"{key}, of {slowest}", f"{rate / rates[slowest]:.2f}")
+        self.say(f"{key}, of {slowest}", rate / rates[slowest], "")
 
     def tune(self, workers: int) -> None:
         """The packed load with pinned batches of other sizes."""
