@@ -103,7 +103,8 @@ class CudaWorker(Worker):
 
         with torch.cuda.stream(self.stream):
             digests = super().slab(slab, progress)
-            self._next_batch()
+            if self._batches:
+                self._next_batch()
         torch.cuda.default_stream(self.device).wait_stream(self.stream)
         if self._lends_views:
             self.stream.synchronize()
