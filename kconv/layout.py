@@ -59,6 +59,8 @@ def _shards(specs: Mapping[str, Spec], shard_size: int) -> list[list[str]]:
 
 
 def _file(name: str, group: str, specs: Mapping[str, Spec]) -> OutFile:
+    if sum(s.nbytes for s in specs.values()) >= PAGED:
+        specs = {n: specs[n] for n in sorted(specs, key=lambda n: specs[n].nbytes % PAGE != 0)}
     header, starts = safetensors_header(specs)
     if any(at % max(1, BITS[specs[n].dtype] // 8) for n, at in starts.items()):
         ordered = sorted(specs, key=lambda n: -BITS[specs[n].dtype])

@@ -16,7 +16,7 @@ from kconv.cli.options import GRADES, Share, Size, conversion_options
 @click.argument("out", type=click.Path())
 @conversion_options
 @click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Tensor bytes a file holds at most.")
-@click.option("--workers", type=click.IntRange(1), help="Threads; the machine's cores by default.")
+@click.option("--workers", type=click.IntRange(1), help="Threads; by default half as many again as cores.")
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where formats are decoded.")
 @click.option("--memory", type=Size(), default="1GB", show_default=True, help="What the workers' buffers may take together.")
 @click.option("--part", type=Share(), help="Do the I-th of N shares beside other processes; the last one finishes the folder.")

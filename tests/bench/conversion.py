@@ -9,7 +9,9 @@
 | nemo-automodel, compressed-tensors | (`--others`) reading, decoding and writing as the library does it | the same bare write |
 
 Each repeat measures the yardstick right before and right after; the ratio is to their mean, and the median of the
-repeats is reported. Peak memory is VmHWM of the process.
+repeats is reported. Every yardstick is the faster of two runs in a row: a virtual machine gives memory that lies free for
+two seconds back to its host, and pays several times the cost of a write for each page that it takes again, which our
+direct writes do not and buffered ones do. Peak memory is VmHWM of the process.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import kconv
 from kconv.report import human
-from tests.bench.probe import Taken, run_kconv
+from tests.bench.probe import run_kconv
 
 REAL = {
     "hidden": 7168, "dense_width": 33792, "expert_width": 3072, "latent": 3584, "heads": 96, "kda_heads": 96, "kda_head_dim": 128,
@@ -39,13 +40,12 @@ REAL = {
     "vision": False,
 }  # fmt: skip
 BLOCK = 4 << 20
-BARE = "bare.bin"
 OTHERS = Path(__file__).with_name("other_libraries.py")
 
 
-def bare_write(folder: Path, nbytes: int, *, keep: bool = False) -> float:
-    """Seconds to write so many bytes front to back and fsync them; `keep` leaves the file for `convert` to remove."""
-    path, block, done = folder / BARE, os.urandom(BLOCK), 0
+def bare_write(folder: Path, nbytes: int) -> float:
+    """Seconds to write so many bytes front to back and fsync them."""
+    path, block, done = folder / "bare.bin", os.urandom(BLOCK), 0
     os.sync()
     started = time.monotonic()
     with open(path, "wb", buffering=0) as handle:
@@ -53,20 +53,14 @@ def bare_write(folder: Path, nbytes: int, *, keep: bool = False) -> float:
             done += handle.write(block[: nbytes - done])
         os.fsync(handle.fileno())
     seconds = time.monotonic() - started
-    if not keep:
-        path.unlink()
+    path.unlink()
     return seconds
 
 
-def release(folder: Path, done: threading.Event) -> None:
-    """Remove the kept file when the conversion begins to write.
-
-    A virtual machine gives memory that lies free for two seconds back to its host, and pays for every page it takes
-    again: several times the cost of writing it. So the yardstick and the run both find memory that was freed just now.
-    """
-    while not (folder / ".out.partial").exists() and not done.wait(0.002):
-        pass
-    (folder / BARE).unlink(missing_ok=True)
+def settled() -> None:
+    """Let the disk finish what it was given, the freeing of removed files included."""
+    os.sync()
+    time.sleep(1)
 
 
 def copied(folder: Path, source: Path) -> float:
@@ -80,35 +74,29 @@ def copied(folder: Path, source: Path) -> float:
     return seconds
 
 
-def convert(folder: Path, source: Path, *arguments: str, fast: bool = True) -> Taken:
-    """One conversion in a process of its own, its output removed."""
+def convert(folder: Path, source: Path, *arguments: str, fast: bool = True) -> tuple[float, int]:
+    """Seconds and peak memory of one conversion in a process of its own, its output removed."""
     os.environ["KCONV_FAST"] = "1" if fast else "0"
-    os.sync()
-    done = threading.Event()
-    watcher = threading.Thread(target=release, args=(folder, done))
-    watcher.start()
-    try:
-        taken = run_kconv("convert", str(source), str(folder / "out"), *arguments)
-    finally:
-        done.set()
-        watcher.join()
+    settled()
+    taken = run_kconv("convert", str(source), str(folder / "out"), *arguments)
     shutil.rmtree(folder / "out")
-    return taken
+    return taken.seconds, taken.peak
 
 
-def compare(
-    label: str, repeats: int, size: int, run: Callable[[], tuple[float, int]], yardstick: Callable[[bool], float]
-) -> float:
+def compare(label: str, repeats: int, size: int, run: Callable[[], tuple[float, int]], yardstick: Callable[[], float]) -> float:
     """Print and return the median ratio of `run` to the mean of the yardstick before and after it."""
-    ratios, times, peaks = [], [], []
+
+    def best() -> float:
+        return min(yardstick(), yardstick())
+
+    times, peaks, before = [], [], best()
     for _ in range(repeats):
-        before = yardstick(True)
         seconds, peak = run()
-        mean = (before + yardstick(False)) / 2
-        ratios.append(seconds / mean)
-        times.append((seconds, mean))
+        after = best()
+        times.append((seconds, (before + after) / 2))
         peaks.append(peak)
-    ratio = statistics.median(ratios)
+        before = after
+    ratio = statistics.median(a / b for a, b in times)
     shown = ", ".join(f"{a:.2f}/{b:.2f} s" for a, b in times)
     print(f"{label:<22} {human(size):>8}  ratio {ratio:.2f}  ({shown})  peak RSS {human(max(peaks))}", flush=True)
     return ratio
@@ -135,37 +123,22 @@ def main() -> None:
 
 def measure(folder: Path, source: Path, repeats: int, others: bool) -> None:
     """Every line of the table."""
-
-    def kconv_run(*arguments: str, fast: bool = True) -> Callable[[], tuple[float, int]]:
-        def run() -> tuple[float, int]:
-            taken = convert(folder, source, *arguments, fast=fast)
-            return taken.seconds, taken.peak
-
-        return run
-
-    def write(keep: bool) -> float:
-        return bare_write(folder, large, keep=keep)
-
-    def copy(keep: bool) -> float:
-        seconds = copied(folder, source)
-        if keep:
-            bare_write(folder, small, keep=True)
-        return seconds
-
     small, large = (kconv.plan(source, experts=e).output_bytes for e in (None, "bf16"))
+    write, copy = partial(bare_write, folder, large), partial(copied, folder, source)
+    bf16 = partial(convert, folder, source, "--experts", "bf16")
     size = sum(p.stat().st_size for p in source.iterdir())
     print(f"source {human(size)}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    fast = compare("bf16, fast", repeats, large, kconv_run("--experts", "bf16"), write)
-    compare("bf16, torch", repeats, large, kconv_run("--experts", "bf16", fast=False), write)
-    compare("packed", repeats, small, kconv_run(), copy)
+    fast = compare("bf16, fast", repeats, large, bf16, write)
+    compare("bf16, torch", repeats, large, partial(bf16, fast=False), write)
+    compare("packed", repeats, small, partial(convert, folder, source), copy)
     for library in ("nemo-automodel", "compressed-tensors") if others else ():
-        ratio = compare(library, 1, large, partial(other, library, source, folder), lambda keep: bare_write(folder, large))
+        ratio = compare(library, 1, large, partial(other, library, source, folder), write)
         print(f"{library} takes {ratio / fast:.1f} times as long as kconv", flush=True)
 
 
 def other(library: str, source: Path, folder: Path) -> tuple[float, int]:
     """Seconds and peak memory of another library's conversion, its output removed."""
-    os.sync()
+    settled()
     started = time.monotonic()
     command = [sys.executable, str(OTHERS), library, str(source), str(folder / "other")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
