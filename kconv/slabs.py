@@ -17,7 +17,7 @@ from kconv.plans import Edge, Plan
 from kconv.spec import Spec
 
 SLAB_BYTES = 32 << 20
-PART_BYTES = 4 << 20
+PART_BYTES = 8 << 20
 DEVICE_PART_BYTES = 64 << 20
 
 Place = Callable[[str], tuple[str, int]]
