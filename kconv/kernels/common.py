@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kconv.errors import BadData, KconvError
 
-CHUNK = 1 << 16
-"""Elements handled at once by the plain torch kernels, so that index, table and output stay in a core's cache."""
+CHUNK = 1 << 18
+"""Elements handled at once by the plain torch kernels, few enough that index, table and output stay near a core."""
 
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
