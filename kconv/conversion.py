@@ -21,6 +21,7 @@ from kconv.hashing import DEFAULT_DIGEST
 from kconv.isos.base import Grade
 from kconv.job import Job, Settings, discard, tidy
 from kconv.layout import OutFile, lay_out
+from kconv.linking import MADE, linked_shards
 from kconv.plans import Plan
 from kconv.preflight import check_device, check_folders, check_memory, check_padding, check_room, needed_bytes, peak_bytes
 from kconv.report import human
@@ -70,6 +71,7 @@ def convert(
     part: tuple[int, int] | None = None,
     mmap: bool = False,
     direct: bool | None = None,
+    link: bool = False,
     quiet: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
@@ -89,6 +91,7 @@ def convert(
         part: `(i, n)`: do only the i-th (from 1) of n shares, beside other processes on the same file system; the process
             that ends last finishes the folder. Under torchrun rank and world size are taken. Implies `resume`.
         mmap: read through memory maps instead of `pread`; for local NVMe only.
+        link: link unchanged shards and side files to the source's (reflinks, else hard links) instead of copying them.
         direct: write past the page cache; by default where the file system is known to be fast so.
     """
     _refuse_swapped(source, Path(out))
@@ -96,13 +99,16 @@ def convert(
     _require(the_plan, require)
     check_device(device)
     target, part = Path(out).resolve(), part or rank_part()
-    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory, device), device, digest, part, mmap, direct)
+    settings = Settings(shard_size, allowed_workers(the_plan, workers, memory, device), device, digest, part, mmap, direct, link)
     resume = resume or part[1] > 1
     if resume and already(the_plan, target):
         return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,
                 "slabs": 0, "part": list(part), "notes": [f"{target} is already finished"]}  # fmt: skip
     check_folders(the_plan.source.files, target, overwrite=overwrite, resume=resume)
-    files, partial = lay_out(the_plan.targets, shard_size), partial_path(target)
+    linked = linked_shards(the_plan, target) if link else []
+    kept = {n for f in linked for n in f.starts}
+    own = {n: t for n, t in the_plan.targets.items() if n not in kept}
+    files, partial = lay_out(own, shard_size, MADE if link else ""), partial_path(target)
     left = partial.exists() and any(partial.iterdir()) and not resume
     if left and not overwrite:
         hint = "--resume goes on, --overwrite starts again"
@@ -110,8 +116,8 @@ def convert(
     _check_means(the_plan, target, files, settings)
     if left:
         discard(partial)
-    job = Job(the_plan, partial, files, settings)
-    return {**_run(job, quiet), "finished": job.finish(target, overwrite=overwrite)}
+    job = Job(the_plan, partial, files, settings, linked)
+    return {**_run(job, quiet), "finished": job.finish(target, overwrite=overwrite), "links": dict(job.links)}
 
 
 def _check_means(the_plan: Plan, target: Path, files: list[OutFile], settings: Settings) -> None:

@@ -18,7 +18,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +31,7 @@ from kconv.hashing import DEFAULT_DIGEST, digests_of, sha256_file
 from kconv.isos.notes import Notes
 from kconv.journal import Journal
 from kconv.layout import OutFile, indexes
+from kconv.linking import link
 from kconv.plans import Plan
 from kconv.preflight import peak_bytes, total_memory
 from kconv.report import Meter
@@ -61,15 +63,19 @@ class Settings:
     part: tuple[int, int] = (1, 1)
     mmap: bool = False
     direct: bool | None = None
+    link: bool = False
 
 
 class Job:
     """A plan, its output files, and the partial folder they are written to."""
 
-    def __init__(self, plan: Plan, partial: Path, files: list[OutFile], settings: Settings) -> None:
-        self.plan, self.partial, self.files, self.settings = plan, partial, files, settings
+    def __init__(
+        self, plan: Plan, partial: Path, files: list[OutFile], settings: Settings, linked: Sequence[OutFile] = ()
+    ) -> None:
+        self.plan, self.partial, self.files, self.settings, self.linked = plan, partial, files, settings, linked
         self.sink = FileSink(partial, files, settings.digest if settings.part[1] == 1 else None, settings.direct)
         self.resumed = 0
+        self.links: Counter[str] = Counter()
         self._fingerprints = fingerprints(plan.source)
         self._started = time.monotonic()
         self._since_sync = 0
@@ -86,9 +92,10 @@ class Job:
         self.journal.open()
         self.sink.prepare()
         try:
-            total = self.plan.output_bytes // self.settings.part[1]
+            kept = {n for f in self.linked for n in f.starts}
+            total = sum(t.spec.nbytes for n, t in self.plan.targets.items() if n not in kept) // self.settings.part[1]
             with Meter("convert", total, quiet=quiet) as meter:
-                todo = map(self._todo, streams(self.plan, self.sink.place, self.settings.device))
+                todo = map(self._todo, streams(self.plan, self.sink.place, self.settings.device, kept))
                 progress = execute(
                     todo, self.source_files(), self.sink, workers=self.settings.workers,
                     device=self.settings.device, done=self._done, tick=meter,
@@ -136,7 +143,7 @@ class Job:
         """Leave the run's identity, or refuse to go on with another run's folder."""
         identity = json.loads(json.dumps({
             "plan": self.plan.digest, "options": self.plan.options, "shard_size": self.settings.shard_size,
-            "pieces": part_bytes(self.settings.device),
+            "pieces": part_bytes(self.settings.device), "linked": [f.name for f in self.linked],
             "parts": self.settings.part[1], "source": self._fingerprints,
         }))  # fmt: skip
         path = self.partial / IDENTITY
@@ -191,7 +198,10 @@ class Job:
     def _finish(self) -> None:
         """Side files, config, indexes; syncs; the manifest is last."""
         made: dict[str, dict[str, Any]] = {}
-        blobs = indexes(self.files, self.partial)
+        for f in self.linked:
+            self._take_over(f.name)
+            made[f.name] = {"size": f.size, **self._digest(f.name)}
+        blobs = indexes([*self.files, *self.linked], self.partial)
         blobs["config.json"] = json.dumps(self.plan.layouts.config, indent=2).encode() + b"\n"
         own = self.plan.layouts.files
         blobs |= {name: blob for name, blob in own.items() if blob is not None}
@@ -199,12 +209,22 @@ class Job:
             write_file(self.partial / name, blob)
             made[name] = _entry(self.partial / name)
         for name in (n for n in self.plan.source.other_files() if n not in own):
-            copy_file(self.plan.source, name, self.partial / name)
+            self._take_over(name)
             made[name] = _entry(self.partial / name)
         for f in self.files:
             made[f.name] = {"size": f.size, **self._digest(f.name)}
         write_file(self.partial / MANIFEST, manifests.dump(manifests.build(self.plan, made)))
         sync_folder(self.partial)
+
+    def _take_over(self, name: str) -> None:
+        """Bring a file of the source into the folder as it is: linked where that is asked for and possible, else copied."""
+        source, target = self.plan.source, self.partial / name
+        target.unlink(missing_ok=True)  # an earlier run may have left a hard link: writing into it would write into the source
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self.settings.link and isinstance(source.files, LocalFiles) and (way := link(source.files.path(name), target)):
+            self.links[way] += 1
+        else:
+            copy_file(source, name, target)
 
     def _digest(self, name: str) -> dict[str, str]:
         """A weight file's digest under its algorithm's name: from the writing, or (several parts) by reading it."""
@@ -260,7 +280,6 @@ def _entry(path: Path) -> dict[str, Any]:
 
 def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> None:
     """Copy one file of the source byte for byte."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     size = checkpoint.files.size(name)
     with open(path, "wb") as handle:
         for at in range(0, size, COPY_BLOCK):

@@ -35,13 +35,13 @@ class OutFile:
     starts: dict[str, int]
 
 
-def lay_out(targets: Mapping[str, Target], shard_size: int) -> list[OutFile]:
-    """Files that hold all targets, none over `shard_size` bytes of data unless a single tensor is."""
+def lay_out(targets: Mapping[str, Target], shard_size: int, word: str = "") -> list[OutFile]:
+    """Files that hold all targets, none over `shard_size` bytes of data unless a single tensor is; `word` is for their names."""
     files: list[OutFile] = []
     for group in GROUPS:
         shards = _shards({n: t.spec for n, t in targets.items() if t.group == group}, shard_size)
         for i, names in enumerate(shards, 1):
-            name = f"{group}-{i:05d}-of-{len(shards):05d}.safetensors"
+            name = f"{group}{word}-{i:05d}-of-{len(shards):05d}.safetensors"
             files.append(_file(name, group, {n: targets[n].spec for n in names}))
     return files
 

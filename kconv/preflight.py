@@ -137,7 +137,8 @@ def check_room(out: Path, files: Sequence[OutFile], partial: Path, expected_byte
 def needed_bytes(plan: Plan, files: Sequence[OutFile]) -> int:
     """Bytes that a conversion writes: tensors, headers, the index and manifest (about as much again), side files."""
     side = sum(plan.source.files.size(name) for name in plan.source.other_files())
-    return stored_bytes(plan) + 2 * sum(len(f.header) for f in files) + side + staged_bytes(plan)
+    tensors = sum(f.size - len(f.header) for f in files)
+    return stored_bytes(plan, tensors) + 2 * sum(len(f.header) for f in files) + side + staged_bytes(plan)
 
 
 def staged_bytes(plan: Plan) -> int:
@@ -148,14 +149,14 @@ def staged_bytes(plan: Plan) -> int:
     return sum(sorted((files.size(s) for s in plan.source.shards), reverse=True)[:STAGED])
 
 
-def stored_bytes(plan: Plan) -> int:
-    """Bytes the output's tensors can take on disk: all of them, unless the source is mostly holes (a rehearsal)."""
+def stored_bytes(plan: Plan, nbytes: int) -> int:
+    """Bytes on disk of `nbytes` of the output's tensors: all of them, unless the source is mostly holes (a rehearsal)."""
     files = plan.source.files
     if not isinstance(files, LocalFiles):
-        return plan.output_bytes
+        return nbytes
     shards = [files.path(s).stat() for s in plan.source.shards]
     apparent, stored = sum(s.st_size for s in shards), sum(s.st_blocks * 512 for s in shards)
-    return plan.output_bytes if stored >= apparent // 2 else int(plan.output_bytes * (stored / max(1, apparent)))
+    return nbytes if stored >= apparent // 2 else int(nbytes * (stored / max(1, apparent)))
 
 
 def check_memory(peak: int) -> None:

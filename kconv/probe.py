@@ -73,7 +73,7 @@ def seconds_for(plan: Plan, read: float | None, write: float, *, one_disk: bool)
     """Seconds of a plan at these rates in bytes a second; reading and writing add up on one disk."""
     dropped = sum(plan.entry(n).spec.nbytes for n in plan.dropped if n in plan.source.entries)
     reading = (plan.source.nbytes - dropped) / read if read else 0.0
-    writing = stored_bytes(plan) / write
+    writing = stored_bytes(plan, plan.output_bytes) / write
     return reading + writing if one_disk else max(reading, writing)
 
 

@@ -8,7 +8,7 @@ the slabs of one output file, front to back, so that a worker that stays with a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from kconv.direct import PAGE
@@ -62,11 +62,17 @@ def part_bytes(device: str) -> int:
     return PART_BYTES if device == "cpu" else DEVICE_PART_BYTES
 
 
-def streams(plan: Plan, place: Place, device: str = "cpu") -> list[Iterator[Slab]]:
-    """The slabs of a plan whose targets lie where `place` says, one iterator for each file of first targets."""
+def streams(plan: Plan, place: Place, device: str = "cpu", without: Container[str] = ()) -> list[Iterator[Slab]]:
+    """The slabs of a plan whose targets lie where `place` says, one iterator for each file of first targets.
+
+    Edges whose first target is in `without` are left out.
+    """
     by_file: dict[str, list[tuple[int, Edge]]] = {}
     for edge in plan.edges:
-        file, offset = place(_first_target(plan, edge))
+        first = _first_target(plan, edge)
+        if first in without:
+            continue
+        file, offset = place(first)
         by_file.setdefault(file, []).append((offset, edge))
     return [_stream(plan, i, edges, place, part_bytes(device)) for i, (_, edges) in enumerate(sorted(by_file.items()))]
 

@@ -26,6 +26,7 @@ from kconv.cli.options import GRADES, Share, Size, conversion_options
 @click.option("--require", type=click.Choice(GRADES), help="Refuse a plan of a worse grade.")
 @click.option("--digest", type=click.Choice(("xxh3-128", "sha256", "none")), default="xxh3-128", show_default=True,
               help="What the manifest records of the weight files; sha256 is what the Hub states, and takes longer.")
+@click.option("--link", is_flag=True, help="Link unchanged shards and side files to the source's instead of copying them.")
 @click.option("--direct/--no-direct", default=None, help="Write past the page cache; by default on local ext4 and xfs.")
 def command(source: str, out: str, **options: Any) -> Outcome:
     """Convert SOURCE into the new folder OUT; the folder appears only when it is complete."""
@@ -46,6 +47,9 @@ def command(source: str, out: str, **options: Any) -> Outcome:
             f"grade {data['grade']}",
             markup=False,
         )
+        for way, count in data.get("links", {}).items():
+            shared = ": what is written into one changes the source" if way == "hard link" else ""
+            console.print(f"{count} files are each a {way} of the source's{shared}", markup=False)
         for note in data["notes"]:
             console.print(f"note: {note}", markup=False)
         console.print(f"verify: kconv verify {out} --source {source}", markup=False)
