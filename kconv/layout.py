@@ -20,7 +20,7 @@ from kconv.plans import Target
 from kconv.source import GROUPS, index_name
 from kconv.spec import BITS, Spec
 
-PAGED = 1 << 20
+PAGED = 64 << 10
 """Bytes of tensors from which the first begins on a page of the file, for direct writes."""
 
 

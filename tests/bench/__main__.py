@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 RUNS = (
     ("kernels against memcpy", ["kernels.py"]),
     ("planning at full size", ["planning.py"]),
-    ("memory at 1 and 4 times the bytes", ["memory.py", "--megabytes", "256"]),
+    ("memory at 1, 2 and 4 times the bytes", ["memory.py", "--megabytes", "256"]),
     ("full rehearsal", ["rehearsal.py"]),
     ("conversion against the disk and other libraries", ["conversion.py", "--others"]),
     ("loading", ["load.py", "--device", "cpu", "--workers", "2", "--experts", "32"]),

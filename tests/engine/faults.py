@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PAGE = 4096
 CHANGES = ("pwrite", "write", "link", "rename", "unlink", "fdatasync", "fsync", "truncate")
 WHEN = ("before", "half", "after")
 
@@ -40,8 +41,10 @@ def convert_in_child(arguments: list[str], fault: Callable[..., None] | None = N
 
 
 def _child(arguments: list[str], fault: Callable[..., None] | None, details: tuple) -> None:
+    from kconv import direct
     from kconv.cli.convert import command
 
+    direct.LEAST = PAGE  # small tensors are written as large ones are
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(null, stream)
@@ -55,7 +58,8 @@ def die(at: int, when: str) -> None:
 
     def strike(real: Callable, args: tuple, kwargs: dict) -> Any:
         if when == "half" and real is originals["pwrite"]:
-            real(args[0], bytes(args[1])[: len(args[1]) // 2], args[2])
+            half = len(args[1]) // 2
+            real(args[0], memoryview(args[1])[: half // PAGE * PAGE or half], args[2])  # direct writes take whole pages
         elif when == "after":
             real(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -35,7 +35,8 @@ def test_killed_five_times_at_random_calls_then_resumed(source: Path, whole: dic
     rng, out = random.Random(seed), tmp_path / "out"
     for _ in range(5):
         at, when = rng.randint(1, calls // 6), rng.choice(WHEN)
-        assert convert_in_child([str(source), str(out), *ARGUMENTS, "--resume"], die, at, when) == -signal.SIGKILL
+        way = rng.choice(["--direct", "--no-direct"])
+        assert convert_in_child([str(source), str(out), *ARGUMENTS, "--resume", way], die, at, when) == -signal.SIGKILL
         unfinished(out)
     assert convert_in_child([str(source), str(out), *ARGUMENTS, "--resume"]) == 0
     assert tree(out) == whole
@@ -68,11 +69,14 @@ def count_calls(source: Path, out: Path) -> int:
     return _CALLS[source]
 
 
+@pytest.mark.parametrize("way", ["--direct", "--no-direct"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("at", [1, 9, 25])
-def test_a_failing_disk_is_reported_and_the_run_resumes(source: Path, whole: dict, tmp_path: Path, code: int, at: int) -> None:
+def test_a_failing_disk_is_reported_and_the_run_resumes(
+    source: Path, whole: dict, tmp_path: Path, code: int, at: int, way: str
+) -> None:
     out = tmp_path / "out"
-    assert convert_in_child([str(source), str(out), *ARGUMENTS], fail, at, code) == 3
+    assert convert_in_child([str(source), str(out), *ARGUMENTS, way], fail, at, code) == 3
     unfinished(out)
     assert convert_in_child([str(source), str(out), *ARGUMENTS, "--resume"]) == 0
     assert tree(out) == whole
@@ -146,3 +150,29 @@ def test_torn_journal_line_and_damaged_slab_are_done_again(source: Path, whole: 
         handle.write("0.9 deadbe")
     assert convert_in_child([str(source), str(out), *ARGUMENTS, "--resume"]) == 0
     assert tree(out) == whole
+
+
+def test_the_small_checkpoint_is_written_directly_too(source: Path, whole: dict, tmp_path: Path) -> None:
+    """What makes the tests above say something about direct writes: most bytes of the checkpoint go that way."""
+    out = tmp_path / "out"
+    counts = tmp_path / "counts"
+    assert convert_in_child([str(source), str(out), *ARGUMENTS, "--direct"], count_direct, counts) == 0
+    assert tree(out) == whole
+    direct, all_bytes = map(int, counts.read_text().split())
+    assert direct > all_bytes / 2
+
+
+def count_direct(counts: Path) -> None:
+    """Leave in a file how many bytes go to descriptors opened with O_DIRECT, and how many are written in all."""
+    import fcntl
+
+    real, done = os.pwrite, [0, 0]
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        written = real(fd, data, offset)
+        done[0] += written if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else 0
+        done[1] += written
+        counts.write_text(f"{done[0]} {done[1]}")
+        return written
+
+    os.pwrite = pwrite  # type: ignore[assignment]
