@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from kconv.slabs import Slab
+from kconv.slabs import Part, Slab
 from kconv.writer import slab_checksum
 
 
@@ -72,9 +72,12 @@ class Stream:
 
 
 class Feed:
-    """All streams; safe to take from in any number of threads."""
+    """All streams; safe to take from in any number of threads. `begin` hears of every part in the order of handing out."""
 
-    def __init__(self, streams: Iterable[Iterator[Slab]], grain: int | None = 1) -> None:
+    def __init__(
+        self, streams: Iterable[Iterator[Slab]], grain: int | None = 1, begin: Callable[[Part], None] | None = None
+    ) -> None:
+        self._begin = begin or (lambda part: None)
         self._waiting = deque(Stream(slabs, grain) for slabs in streams)
         self._active: list[Stream] = []
         self._mine = threading.local()
@@ -88,6 +91,8 @@ class Feed:
                 if mine is not None:
                     share = mine.take()
                     if share is not None:
+                        for part in share.slab.parts:
+                            self._begin(part)
                         return share
                     if mine in self._active:
                         self._active.remove(mine)

@@ -5,9 +5,9 @@
 | `xxh3-128` | tens of GB/s | whether a file is what was written; the default |
 | `sha256` | 1 to 2 GB/s | that, and whether somebody changed it; what the Hub states |
 
-A worker that writes a file in order hashes its bytes while they are in the cache. Bytes that come before their turn are
-kept until it is there, a few MB at most; what finds no room, or was written by an earlier run, is read back from the file
-once everything before it is written. So nothing is left to do at the end.
+Workers hash what they write while it is in the cache, in turn. Bytes whose turn does not come are kept, a few MB at most;
+what finds no room, or was written by an earlier run, is read back from the file once everything before it is written. So
+nothing is left to do at the end.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ BLOCK = 4 << 20
 WORTH = 16 << 20
 KEPT = 64 << 20
 SPARE = 8
+PATIENCE = 0.1
+"""Seconds that a worker waits for the one before it, which is many times what that one takes to read and convert a part."""
 _ZEROS = bytes(1 << 20)
 
 
@@ -40,28 +42,51 @@ class TrailingHash:
         self._fds, self._name, self.size, self._front = fds, name, size, front
         self._gaps: dict[int, int] = {}
         self._kept: dict[int, np.ndarray | int] = {}  # offset -> bytes, or how many zero bytes
+        self._begun: dict[int, tuple[int, int]] = {}  # offset -> the thread that works on it, bytes
         self._room = KEPT
         self._hashed = front
         self._digest = DIGESTS[algorithm](header)
         self._spare = spare
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._busy = False
 
-    def offer(self, offset: int, data: memoryview | int) -> None:
-        """Hash bytes that are being written (or so many zero bytes): now if it is their turn, later if there is room."""
+    def begin(self, offset: int, nbytes: int) -> None:
+        """Note that the calling thread works on what will be written at `offset`."""
+        with self._lock:
+            self._begun[offset] = threading.get_ident(), nbytes
+
+    def take(self, offset: int, data: memoryview | int) -> bool:
+        """Hash bytes (or so many zero bytes) if it is their turn, or will be when others are done; false if it is not."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._coming(offset), PATIENCE)
+            mine = not self._busy and offset == self._hashed
+            if mine:
+                self._busy = True
+            else:
+                self._begun.pop(offset, None)
+        if mine:
+            self._update(data)
+            self._begun.pop(offset, None)
+            self._go_on(reading=False)
+        return mine
+
+    def _coming(self, offset: int) -> bool:
+        """Whether all that is missing before `offset` is being worked on by other threads."""
+        at = self._hashed
+        while at < offset:
+            thread, nbytes = self._begun.get(at, (0, 0))
+            if not nbytes or thread == threading.get_ident():
+                return False
+            at += nbytes
+        return at == offset and (self._busy or at != self._hashed)
+
+    def keep(self, offset: int, data: memoryview | int) -> None:
+        """Keep bytes until it is their turn, a copy of them, if there is room."""
         need = 0 if isinstance(data, int) else len(data)
         with self._lock:
-            if self._busy or offset != self._hashed:
-                if offset < self._hashed or need > self._room:
-                    return
-                self._room -= need
-                wait = True
-            else:
-                self._busy, wait = True, False
-        if not wait:
-            self._update(data)
-            self._go_on(reading=False)
-            return
+            if offset < self._hashed or need > self._room:
+                return
+            self._room -= need
         kept = data if isinstance(data, int) else self._spare.copy(data)
         with self._lock:
             self._kept[offset] = kept
@@ -104,6 +129,7 @@ class TrailingHash:
                 behind = self._front - self._hashed if reading and data is None else 0
                 if data is None and behind <= 0:
                     self._busy = False
+                    self._lock.notify_all()
                     return
             if data is None:
                 self._update(self._read(min(BLOCK, behind)))

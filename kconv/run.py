@@ -253,7 +253,7 @@ def execute(
 ) -> Progress:
     """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling thread."""
     progress, failures, stop = Progress(), [], threading.Event()
-    feed, zero_memo = Feed(streams, 1 if device == "cpu" else None), dict[tuple, bool]()
+    feed, zero_memo = Feed(streams, 1 if device == "cpu" else None, getattr(sink, "begin", None)), dict[tuple, bool]()
     finished = threading.Semaphore(0)
 
     def work() -> None:

@@ -22,7 +22,7 @@ from kconv.direct import DirectWriter
 from kconv.files import Descriptors, pread_full, pwrite_full
 from kconv.hashing import Spare, TrailingHash
 from kconv.layout import OutFile
-from kconv.slabs import Region, Slab
+from kconv.slabs import Part, Region, Slab
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,12 +90,17 @@ class FileSink:
         """File and absolute offset of a target tensor."""
         return self._places[name]
 
+    def begin(self, part: Part) -> None:
+        """Note that the calling thread works on a part."""
+        for region in part.writes if self.hashes else ():
+            self.hashes[region.file].begin(region.offset, region.spec.nbytes)
+
     def put(self, region: Region, data: np.ndarray) -> str:
         """Write a region's bytes (uint8, 1-D) and return their digest."""
         if not data[:4096].any() and not data.any():
             return self.put_zeros(region)
-        if self.hashes:
-            self.hashes[region.file].offer(region.offset, data.data)
+        digest = self.hashes.get(region.file)
+        hashed = digest is None or digest.take(region.offset, data.data)
         self._dirty.add(region.file)
         start, end = self._direct.write(region.file, data, region.offset)
         with self._fds.use(region.file) as fd:
@@ -103,13 +108,16 @@ class FileSink:
             pwrite_full(fd, data.data[end:], region.offset + end)
             if not end:
                 _libc.sync_file_range(fd, ctypes.c_int64(region.offset), ctypes.c_int64(data.nbytes), SYNC_FILE_RANGE_WRITE)
+        if digest and not hashed:
+            digest.keep(region.offset, data.data)
         self.bytes_written += data.nbytes
         return digest_of(data)
 
     def put_zeros(self, region: Region) -> str:
         """A region of zero bytes: nothing to write, the files are made as holes and only ever hold their final bytes."""
-        if self.hashes:
-            self.hashes[region.file].offer(region.offset, region.spec.nbytes)
+        digest = self.hashes.get(region.file)
+        if digest and not digest.take(region.offset, region.spec.nbytes):
+            digest.keep(region.offset, region.spec.nbytes)
         return zero_digest(region.spec.nbytes)
 
     def finished(self, slab: Slab) -> None:

@@ -37,9 +37,10 @@ def trailing(path: Path, content: bytes, header: int, algorithm: str = "xxh3-128
 
 
 def deliver(hash_: TrailingHash, path: Path, content: bytes, at: int, n: int, *, offer: bool = True) -> None:
-    """What a worker does with a region: offer it, write it, say that it is written."""
-    if offer:
-        hash_.offer(at, memoryview(content)[at : at + n])
+    """What a worker does with a region: have it hashed or kept, write it, say that it is written."""
+    data = memoryview(content)[at : at + n]
+    if offer and not hash_.take(at, data):
+        hash_.keep(at, data)
     with open(path, "r+b") as file:
         file.seek(at)
         file.write(content[at : at + n])
@@ -80,7 +81,8 @@ def test_bytes_that_find_no_room_are_read_back(tmp_path: Path, monkeypatch: pyte
 def test_zero_bytes_are_hashed_without_being_written(tmp_path: Path) -> None:
     content, path = noise(3000).tobytes() + bytes(5_000_000) + noise(3000, 1).tobytes(), tmp_path / "f"
     hash_ = trailing(path, content, 0)
-    hash_.offer(3000, 5_000_000)
+    assert not hash_.take(3000, 5_000_000)
+    hash_.keep(3000, 5_000_000)
     hash_.written(3000, 5_000_000)
     deliver(hash_, path, content, 5_003_000, 3000)
     deliver(hash_, path, content, 0, 3000)
@@ -196,3 +198,33 @@ def test_the_file_system_is_that_of_the_longest_mount_point(monkeypatch: pytest.
     monkeypatch.setattr(Path, "read_text", lambda self: mounts)
     kinds = {"/home/x": "ext4", "/data/x": "nfs4", "/data/local disk/x": "xfs", "/database": "ext4"}
     assert {path: file_system(Path(path)) for path in kinds} == kinds
+
+
+def test_a_worker_waits_for_the_one_before_it_and_for_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "PATIENCE", 60)
+    content, path = noise(4000).tobytes(), tmp_path / "f"
+    hash_ = trailing(path, content, 0)
+    parts = {at: memoryview(content)[at : at + 1000] for at in range(0, 4000, 1000)}
+    hash_.begin(3000, 1000)
+    assert not hash_.take(3000, parts[3000]), "nobody works on what lies before: no waiting"
+    begun, results = threading.Event(), []
+
+    def first() -> None:
+        hash_.begin(0, 1000)
+        begun.set()
+        while not hash_._lock._waiters:  # type: ignore[attr-defined]
+            pass
+        results.append(hash_.take(0, parts[0]))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    begun.wait()
+    hash_.begin(1000, 1000)
+    results.append(hash_.take(1000, parts[1000]))
+    thread.join()
+    assert results == [True, True]
+    hash_.begin(2000, 1000)
+    assert not hash_.take(3000, parts[3000]), "what this very thread works on is not waited for"
+    assert hash_.take(2000, parts[2000])
+    assert hash_.take(3000, parts[3000])
+    assert hash_.hexdigest() == xxhash.xxh3_128_hexdigest(content)
