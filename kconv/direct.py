@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 PAGE = 4096
 LEAST = 256 << 10
 SYSTEMS = frozenset({"ext4", "xfs"})
-REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
+"""The last is said of memory that belongs to a device driver."""
 
 
 def phase(offset: int, align: int) -> int:

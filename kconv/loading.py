@@ -35,7 +35,7 @@ def load(source: Any, *, device: str | torch.device = "cpu", dtype: torch.dtype 
         source: a folder in the native or the published layout, or `hf://owner/name`.
         device: where the model lives; slabs are converted there when it is a GPU.
         dtype: floating-point dtype of the model; the config's by default. The fp32 set stays (at least) fp32.
-        workers: reading threads; by default as many as there are cores, at most 8 for a GPU.
+        workers: reading threads; by default half as many again as cores, at most 8 for a GPU.
         options: `experts` (`packed`, `bf16`, ...), `follow_index`, `tie` as for `kconv.plan`.
 
     Raises `Problems` when a tensor is missing, surplus or misshapen.

@@ -3,7 +3,7 @@
 | probed for a quarter of a second | how |
 |---|---|
 | reading | 4 MB pieces spread over the source's files, past the page cache where the system allows it |
-| writing | a file of noise beside the output, with fdatasync, removed afterwards |
+| writing | a file of noise beside the output, past the page cache where `convert` writes so, with fdatasync, removed afterwards |
 
 The estimate is reading plus writing where both are on one disk, the slower of the two otherwise. A source on the Hub is
 not probed: its time is the network's.
@@ -11,12 +11,16 @@ not probed: its time is the network's.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import mmap
 import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from kconv.direct import SYSTEMS, file_system
 from kconv.files import LocalFiles
 from kconv.layout import lay_out
 from kconv.plans import Plan
@@ -97,8 +101,13 @@ def read_rate(source: Checkpoint) -> float | None:
 
 def write_rate(folder: Path) -> float:
     """Bytes a second of writing to a folder's disk."""
-    noise, done, started = os.urandom(PROBE_BLOCK), 0, time.monotonic()
+    noise, done = mmap.mmap(-1, PROBE_BLOCK), 0
+    noise.write(os.urandom(PROBE_BLOCK))
     with tempfile.TemporaryFile(dir=folder) as handle:
+        if file_system(folder) in SYSTEMS:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
+        started = time.monotonic()
         while time.monotonic() - started < PROBE_SECONDS and done < PROBE_MOST:
             done += os.write(handle.fileno(), noise)
         os.fdatasync(handle.fileno())

@@ -153,3 +153,25 @@ def test_no_digest_is_effective(tmp_path: Path) -> None:
     done("convert", small_k3().write(tmp_path / "src"), tmp_path / "out", "--digest", "none")
     files = json.loads((tmp_path / "out" / "kconv.json").read_text())["files"]
     assert all(("sha256" in known) != name.endswith(".safetensors") for name, known in files.items())
+
+
+@pytest.mark.parametrize("digest", ["xxh3-128", "sha256"])
+def test_the_digest_of_the_weight_files_is_as_asked(digest: str, tmp_path: Path) -> None:
+    src = small_k3().write(tmp_path / "src")
+    done("convert", src, tmp_path / "out", "--digest", digest)
+    files = json.loads((tmp_path / "out" / "kconv.json").read_text())["files"]
+    assert {digest} == {key for name, known in files.items() if name.endswith(".safetensors") for key in known} - {"size"}
+    assert done("verify", tmp_path / "out", "--source", src)["files"] == []
+    shard = next((tmp_path / "out").glob("*.safetensors"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert f"{shard.name} has another {digest} than the manifest" in run("verify", tmp_path / "out", "--source", src).output
+
+
+@pytest.mark.parametrize("way", ["--direct", "--no-direct"])
+def test_the_way_of_writing_changes_no_byte(way: str, tmp_path: Path) -> None:
+    src = small_k3().write(tmp_path / "src")
+    done("convert", src, tmp_path / "one")
+    done("convert", src, tmp_path / "other", way)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "other" / path.name).read_bytes(), path.name

@@ -1,0 +1,86 @@
+"""The compiled MXFP4 loops on bytes, without torch, against the kernels on tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kconv.isos.mxfp4 import Mxfp4
+from kconv.kernels import backend, mxfp4
+from kconv.spec import Spec, torch_dtype
+from tests.builders import small_k3
+
+pytest.importorskip("numba")
+ROWS, COLUMNS = 6, 256
+
+
+def made(low: int, high: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, ROWS * COLUMNS // 2, np.uint8)
+    return codes, rng.integers(low, high + 1, ROWS * COLUMNS // 32).astype(np.uint8)
+
+
+SPECS = Spec("U8", (ROWS, COLUMNS // 2)), Spec("U8", (ROWS, COLUMNS // 32))
+
+
+@pytest.mark.parametrize("dtype, low, high", [("BF16", 2, 252), ("F16", 114, 140), ("F32", 2, 252)])
+def test_forward_has_the_bits_of_the_plain_kernel(dtype: str, low: int, high: int) -> None:
+    codes, scale = made(low, high)
+    found = Mxfp4(dtype).on_bytes([codes, scale], SPECS, False)
+    assert found is not None
+    with backend.force("plain"):
+        packed, scales = (torch.from_numpy(a).view(ROWS, -1) for a in (codes, scale))
+        expected = mxfp4.decode(packed, scales, torch_dtype(dtype))
+    assert bytes(found[0]) == expected.view(torch.uint8).numpy().tobytes()
+    assert found[1] is scale
+
+
+def test_backward_finds_the_codes_again_and_writes_into_what_is_lent() -> None:
+    codes, scale = made(2, 252)
+    iso = Mxfp4("BF16")
+    forward = iso.on_bytes([codes, scale], SPECS, False)
+    assert forward is not None
+    lent = [np.zeros_like(codes), np.zeros_like(scale)]
+    back = iso.on_bytes(forward, iso.forward_specs(SPECS), True, lent)
+    assert back is not None
+    assert back[0] is lent[0]
+    assert bytes(back[0]) == bytes(codes)
+
+
+@pytest.mark.parametrize("scale", [0, 1, 253, 254, 255])
+def test_an_unusual_scale_is_left_to_tensors(scale: int) -> None:
+    codes, scales = made(100, 130)
+    scales[-1] = scale
+    assert Mxfp4("BF16").on_bytes([codes, scales], SPECS, False) is None
+
+
+def test_a_value_without_a_code_is_left_to_tensors() -> None:
+    codes, scale = made(100, 130)
+    iso = Mxfp4("BF16")
+    values, scales = iso.on_bytes([codes, scale], SPECS, False) or []
+    values.view(np.uint16)[7] ^= 1
+    assert iso.on_bytes([values, scales], iso.forward_specs(SPECS), True) is None
+
+
+def test_plain_torch_is_not_bypassed() -> None:
+    codes, scale = made(100, 130)
+    with backend.force("plain"):
+        assert Mxfp4("BF16").on_bytes([codes, scale], SPECS, False) is None
+
+
+@pytest.mark.parametrize("experts, imported", [("packed", False), ("bf16", False), ("fp8-block", True)])
+def test_a_conversion_to_bf16_needs_no_torch(experts: str, imported: bool, tmp_path: Path) -> None:
+    source = small_k3().write(tmp_path / "src")
+    program = (
+        "import sys, kconv; kconv.convert(sys.argv[1], sys.argv[2], experts=sys.argv[3], to=sys.argv[4]);"
+        "print('torch' in sys.modules)"
+    )
+    to = "hf" if experts == "fp8-block" else "native"
+    command = [sys.executable, "-c", program, str(source), str(tmp_path / "out"), experts, to]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(imported)
