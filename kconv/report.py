@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,11 @@ def print_plan(plan: Plan, console: Console, extra: dict[str, str]) -> None:
 
 def rss() -> int:
     """Resident memory of this process at its peak, bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:  # `ru_maxrss` begins at what the parent held
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Meter:
