@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,18 +87,32 @@ class Mxfp4(Iso):
             raise SpecError(f"{spec} holds {width} codes a row, which groups of {self.group_size} do not divide")
 
     def on_bytes(self, data: Sequence[np.ndarray], specs: Specs, backward: bool, out: Arrays = None) -> list[np.ndarray] | None:
-        """By the compiled loops, where they are installed and the scales ordinary; the rest is left to tensors."""
-        if backend.choice("cpu") != "numba" or (backward and not (self.sidecar and self.dtype == "BF16")):
+        """By numba's loops, else to bf16 by numpy, where the scales are ordinary; the rest is left to tensors."""
+        run = self._encoder() if backward else self._decoder()
+        if run is None:
             return None
-        from kconv.kernels.mxfp4_loops import decode_bytes, encode_bytes
-
         made = self.backward_specs(specs)[0] if backward else self.forward_specs(specs)[0]
         target = out[0] if out else np.empty(made.nbytes, np.uint8)
-        if backward:
-            done = encode_bytes(data[0], data[1], target, self.group_size)
-        else:
-            done = decode_bytes(data[0], data[1], self.dtype, target, self.group_size)
+        done = run(data[0], data[1], target, self.group_size)
         return [target, data[1]][: 2 if self.sidecar else 1] if done else None
+
+    def _decoder(self) -> Callable[..., bool] | None:
+        if backend.choice("cpu") == "numba":
+            from kconv.kernels.mxfp4_loops import decode_bytes
+
+            return partial(decode_bytes, self.dtype)
+        if self.dtype != "BF16":
+            return None
+        from kconv.kernels.mxfp4_arrays import decode_bytes as by_numpy
+
+        return by_numpy
+
+    def _encoder(self) -> Callable[..., bool] | None:
+        if backend.choice("cpu") != "numba" or not self.sidecar or self.dtype != "BF16":
+            return None
+        from kconv.kernels.mxfp4_loops import encode_bytes
+
+        return encode_bytes
 
     def forward(self, tensors: Sequence[Tensor], out: Outs = None) -> list[Tensor]:
         import torch

@@ -128,7 +128,7 @@ FORMS = {
 _TABLES = {np.uint32: np.zeros(1, np.uint32), np.uint64: np.zeros(1, np.uint64)}
 
 
-def decode_bytes(packed: np.ndarray, scale: np.ndarray, dtype: str, out: np.ndarray, group: int) -> bool:
+def decode_bytes(dtype: str, packed: np.ndarray, scale: np.ndarray, out: np.ndarray, group: int) -> bool:
     """Codes (uint8, two a byte) and scales (uint8, one for `group` codes), 1-D, into the bytes of `dtype` values.
 
     False, with nothing written, where a scale is not of the ordinary ones or the form is not known here.

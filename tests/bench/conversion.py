@@ -4,7 +4,7 @@
 
 | line | is | against |
 |---|---|---|
-| bf16, fast / torch | the process of `kconv convert --experts bf16`, numba or not | a bare write of as many bytes, fsync |
+| bf16, fast / plain | the process of `kconv convert --experts bf16`, numba or not | a bare write of as many bytes, fsync |
 | packed | the whole process of `kconv convert` | `cp` of the source, sync |
 | nemo-automodel, compressed-tensors | (`--others`) reading, decoding and writing as the library does it | the same bare write |
 
@@ -129,7 +129,7 @@ def measure(folder: Path, source: Path, repeats: int, others: bool) -> None:
     size = sum(p.stat().st_size for p in source.iterdir())
     print(f"source {human(size)}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     fast = compare("bf16, fast", repeats, large, bf16, write)
-    compare("bf16, torch", repeats, large, partial(bf16, fast=False), write)
+    compare("bf16, plain", repeats, large, partial(bf16, fast=False), write)
     compare("packed", repeats, small, partial(convert, folder, source), copy)
     for library in ("nemo-automodel", "compressed-tensors") if others else ():
         ratio = compare(library, 1, large, partial(other, library, source, folder), write)
