@@ -9,6 +9,7 @@
 | `scaled`, `codes`, `geometry` | what the last three share | | |
 | `measure` | the error of a lossy step | | |
 
-`mxfp4_loops` and `mxfp4_arrays` decode MXFP4 on bytes, for conversions that then need no torch. Every function has one result, whatever computes it: plain torch by table anywhere, numba on the CPU, Triton on CUDA.
-`backend.force` chooses by hand, `KCONV_FAST=0` in the environment leaves plain torch alone.
+Every function has one result, whatever computes it: plain torch by table anywhere, numba on the CPU, Triton on CUDA.
+`backend.force` chooses by hand, `KCONV_FAST=0` in the environment leaves plain torch alone. `mxfp4_loops` (numba) and
+`mxfp4_arrays` (numpy) decode MXFP4 on bytes, for conversions, which then need no torch.
 """
