@@ -229,6 +229,16 @@ def test_from_all_to_text_alone_and_back(tmp_path):
     assert json_of(tmp_path / "back" / "config.json") == json_of(tmp_path / "source" / "config.json")
 
 
+def test_companions_are_consumed_with_their_weights(tmp_path):
+    # KB-016: scales are no weights of their own, neither in the output nor among what no rule claims.
+    kconv.tiny("k25", tmp_path / "source", format="fp8")
+    made = kconv.plan(tmp_path / "source", sidecar=False, experts="bf16").check()
+    scales = [n for n in made.source.entries if n.endswith("_scale_inv")]
+    assert scales
+    assert made.claimed == len(made.source.entries) - len(made.dropped)
+    assert not [n for n in made.targets if "scale" in n]
+
+
 def test_impossible_shapes_are_refused(tmp_path):
     with pytest.raises(KconvError) as refused:
         kconv.tiny("k25", tmp_path / "no", vocab=100, top_k=9, rope_dim=3, expert_width=40)

@@ -7,7 +7,7 @@ FOLDER is a checkpoint in the published layout; without it the full-size one is 
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -20,9 +20,12 @@ def line(what: str, taken: Taken) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?")
+    asked = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as scratch:
-        folder = sys.argv[1] if len(sys.argv) > 1 else str(Path(scratch) / "Kimi-K3")
-        if len(sys.argv) < 2:
+        folder = asked or str(Path(scratch) / "Kimi-K3")
+        if not asked:
             line("tiny k3 --full-size", run_kconv("tiny", "k3", "--full-size", folder))
         for options in ((), ("--experts", "bf16"), ("--vision", "keep"), ("--to", "hf-text")):
             taken = run_kconv("plan", folder, *options)

@@ -19,6 +19,7 @@ def refusal(draft: Draft, tmp_path: Path, *args: str) -> str:
 
 
 def test_tensor_that_no_rule_claims(tmp_path: Path) -> None:
+    # KB-017: a newer layout's tensors are neither dropped nor kept in silence.
     draft = small_k3()
     name = LAYER1 + "self_attn.sink.wk.weight"
     draft.tensors[name] = torch.zeros(4)
