@@ -45,6 +45,11 @@ class Share(NamedTuple):
     first: int
     slab: Slab
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Where it stands: file, slab, part."""
+        return (*map(int, self.slab.number.split(".")), self.first)
+
     def finish(self, digests: list[str]) -> bool:
         """Note what was written; whether the whole slab is complete now."""
         return self.whole.finish(self.first, len(self.slab.parts), digests)

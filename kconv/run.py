@@ -252,11 +252,13 @@ def execute(
     interval: float = 0.25,
 ) -> Progress:
     """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling thread."""
-    progress, failures, stop = Progress(), [], threading.Event()
+    progress, stop = Progress(), threading.Event()
+    failures: list[tuple[tuple[int, ...], BaseException]] = []
     feed, zero_memo = Feed(streams, 1 if device == "cpu" else None, getattr(sink, "begin", None)), dict[tuple, bool]()
     finished = threading.Semaphore(0)
 
     def work() -> None:
+        share = None
         try:
             worker = worker_for(device)(files, sink, device, zero_memo)
             while not stop.is_set():
@@ -275,7 +277,7 @@ def execute(
             with progress.lock:
                 progress.heard.merge(worker.heard)
         except BaseException as e:
-            failures.append(e)
+            failures.append((share.order if share else (), e))
             stop.set()
         finally:
             finished.release()
@@ -292,6 +294,6 @@ def execute(
         stop.set()
         for thread in threads:
             thread.join()
-    if failures:
-        raise failures[0]
+    if failures:  # of what failed at the same time, the first in the file: the same each time
+        raise min(failures, key=lambda failure: failure[0])[1]
     return progress

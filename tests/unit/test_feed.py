@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from kconv.errors import KconvError
 from kconv.feed import Feed, Share
 from kconv.isos.base import Same
+from kconv.run import execute
 from kconv.slabs import Part, Region, Slab
 from kconv.spec import Spec
 from kconv.writer import slab_checksum
@@ -80,3 +83,27 @@ def test_threads_stay_with_their_file_and_help_at_the_end() -> None:
     helper = next(t for t in taken.values() if t[0].startswith("0."))
     assert helper[:2] == ["0.0.0", "0.0.1"]
     assert len(helper) > 10, "its own file done, it shares the other's parts"
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_of_several_failures_the_first_in_the_file_is_said(slow: int) -> None:
+    together = threading.Barrier(3)
+
+    class Sink:
+        def put(self, region: Region, data: object) -> str:
+            together.wait(5)
+            if region.name.endswith(str(slow)):
+                time.sleep(0.05)
+            raise KconvError(region.name)
+
+        put_zeros = put
+
+        def finished(self, slab: Slab) -> None: ...
+
+    class Bytes:
+        where = ""
+
+        def read_into(self, name: str, offset: int, buffer: memoryview) -> None: ...
+
+    with pytest.raises(KconvError, match=r"0\.0\.0"):
+        execute([stream(0, 1, 3)], Bytes(), Sink(), workers=3)  # type: ignore[arg-type]
