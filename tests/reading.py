@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,3 +53,16 @@ def json_of(path: Path) -> Any:
 
 def weight_map(folder: Path) -> dict[str, str]:
     return json_of(folder / "model.safetensors.index.json")["weight_map"]
+
+
+def takes_direct_writes(folder: Path) -> bool:
+    """Whether the file system of a folder opens files for direct writes."""
+    probe = folder / "direct.probe"
+    probe.touch()
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        probe.unlink()
+    return True
