@@ -103,12 +103,12 @@ def convert(
     resume = resume or part[1] > 1
     if resume and already(the_plan, target):
         return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,
-                "slabs": 0, "part": list(part), "notes": [f"{target} is already finished"]}  # fmt: skip
+                "slabs": 0, "part": list(part), "links": {}, "notes": [f"{target} is already finished"]}  # fmt: skip
     check_folders(the_plan.source.files, target, overwrite=overwrite, resume=resume)
     linked = linked_shards(the_plan, target) if link else []
     kept = {n for f in linked for n in f.starts}
     own = {n: t for n, t in the_plan.targets.items() if n not in kept}
-    files, partial = lay_out(own, shard_size, MADE if link else ""), partial_path(target)
+    files, partial = lay_out(own, shard_size, MADE if linked else ""), partial_path(target)
     left = partial.exists() and any(partial.iterdir()) and not resume
     if left and not overwrite:
         hint = "--resume goes on, --overwrite starts again"

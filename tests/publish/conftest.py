@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kconv.synthesis.families import tiny
 from tests.hubserver.fixtures import hub, hub_token, xet_hub
 
 __all__ = ["hub", "hub_token", "xet_hub"]
@@ -50,4 +51,12 @@ def model(tmp_path: Path) -> Path:
     (folder / "LICENSE").write_text("MIT")
     (folder / "README.md").write_text(CARD)
     write_manifest(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Kimi K3 that drafts are made for."""
+    folder = tmp_path_factory.mktemp("target") / "k3"
+    tiny("k3", folder, seed=1)
     return folder

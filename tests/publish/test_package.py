@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,35 +25,7 @@ from kconv.synthesis.drafts import KINDS
 from kconv.synthesis.families import tiny
 from kconv.target import Target
 from tests.hubserver import HubServer
-
-DECLARED: dict[str, dict[str, Any]] = {
-    "k3-dspark": {"block_size": 7, "capture_stream": "prefix"}, "k3-dspark-gqa": {"capture_stream": "attn_res"},
-    "speculators-dspark": {"capture_stream": "attn_res"}, "k3-dflash2": {"capture_stream": "attn_res"},
-    "k3-eagle3": {"capture_stream": "prefix", "target_layer_ids": [1, 4, 7]}, "k25-dflash": {"capture_stream": "prefix"},
-}  # fmt: skip
-WHOSE: dict[str, Any] = {"target_repo": "moonshotai/Tiny", "target_revision": "a" * 40}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target") / "k3"
-    tiny("k3", folder, seed=1)
-    return folder
-
-
-def draft_of(kind: str, folder: Path, **options: Any) -> Path:
-    tiny(kind, folder, seed=3, **options)
-    return folder
-
-
-def packaged(kind: str, tmp_path: Path, target: Path, **options: Any) -> tuple[Path, dict[str, Any]]:
-    source = draft_of(kind, tmp_path / "draft")
-    data = package(source, target, tmp_path / "out", declared=DECLARED.get(kind), **(WHOSE | options))
-    return tmp_path / "out", data
-
-
-def config_of(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    return json.loads((folder / name).read_text())
+from tests.publish.packaged import DECLARED, WHOSE, config_of, draft_of, packaged
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -249,11 +219,7 @@ def test_runtimes_that_cannot(tmp_path: Path, target: Path) -> None:
 
 
 def test_another_target(tmp_path: Path, target: Path) -> None:
-    draft = (
-        draft_of("k25-dflash", tmp_path / "draft", target_hidden=64, vocab=256)
-        if False
-        else draft_of("k25-dflash", tmp_path / "draft")
-    )
+    draft = draft_of("k25-dflash", tmp_path / "draft")
     other = tmp_path / "other"
     tiny("k3", other, hidden=64, vocab=1024)
     said = refused(draft, other, tmp_path)
@@ -417,66 +383,3 @@ def test_cards_of_converted_checkpoints(hub: HubServer, hub_token: str, tmp_path
     assert card["base_model"] == "lab/Tiny-K3"
     assert card["base_model_relation"] == "quantized"
     assert "exact" in hub.files("me/native")["README.md"].decode()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("dflash") is None, reason="needs dflash 0.1.0")
-@pytest.mark.parametrize("kind", ["k25-dflash"])
-def test_dflash_loads_it(kind: str, tmp_path: Path, target: Path) -> None:
-    """z-lab's own class, through Transformers' from_pretrained on the folder."""
-    from dflash.model import DFlashDraftModel
-
-    out, _ = packaged(kind, tmp_path, target)
-    model, info = DFlashDraftModel.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert model.target_layer_ids == [1, 4, 7]
-    assert model.block_size == 4
-
-
-def staged(out: Path, runtime: str, tmp_path: Path) -> Path:
-    """What a user of a runtime with its own config does: that config beside the weights."""
-    folder = tmp_path / f"for-{runtime}"
-    folder.mkdir()
-    os.symlink(out / "model.safetensors", folder / "model.safetensors")
-    shutil.copy(out / "runtimes" / runtime / "config.json", folder / "config.json")
-    return folder
-
-
-@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="needs speculators 0.9")
-@pytest.mark.parametrize("kind", ["k25-dflash", "k3-dspark-gqa"])
-def test_speculators_loads_it(hub: HubServer, kind: str, tmp_path: Path, target: Path) -> None:
-    """With its verifier block: speculators fetches the tables that the package borrows from that repository of the Hub."""
-    from speculators import SpeculatorModel, SpeculatorModelConfig
-
-    hub.seed_folder("moonshotai/Tiny", target)
-    out, data = packaged(kind, tmp_path, target)
-    assert data["tables"] == {"embed_tokens": "borrowed", "lm_head": "borrowed"}
-    folder = staged(out, "speculators", tmp_path)
-    config = SpeculatorModelConfig.from_pretrained(folder)
-    assert config.speculators_config.verifier.name_or_path == "moonshotai/Tiny"
-    assert config.speculators_config.verifier.architectures == ["KimiK3ForConditionalGeneration"]
-    assert getattr(config, provenance.KEY)["target"]["revision"] == "a" * 40
-    model = SpeculatorModel.from_pretrained(folder)
-    state, tensors = model.state_dict(), load_file(out / "model.safetensors")
-    assert tensors.keys() <= state.keys()
-    assert all(torch.equal(state[n].float(), t.float()) for n, t in tensors.items())
-    whole = Target.open(target)
-    for kind_of_table in ("embed_tokens", "lm_head"):
-        name = whole.table(kind_of_table) or ""
-        theirs = load_file(target / whole.entry(name).file)[name]
-        assert torch.equal(state[f"{kind_of_table}.weight"].float(), theirs.float())
-
-
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(n) is None for n in ("nemo_automodel", "fla", "triton")), reason="needs nemo-automodel"
-)
-def test_nemo_loads_it(tmp_path: Path, target: Path) -> None:
-    from nemo_automodel.components.models.kimi_k3.config import KimiK3TextConfig
-    from nemo_automodel.components.speculative.dflash.draft_kimi_k3 import KimiK3DFlashDraftModel
-
-    out, _ = packaged("k3-dflash", tmp_path, target)
-    config = config_of(out)
-    stale = ("architectures", "model_type", "dtype")
-    model = KimiK3DFlashDraftModel(KimiK3TextConfig(**{k: v for k, v in config.items() if k not in stale}))
-    missing = model.load_state_dict(load_file(out / "model.safetensors"), strict=True)
-    assert not missing.missing_keys

@@ -12,9 +12,11 @@ from click.testing import CliRunner
 from huggingface_hub import HfApi, snapshot_download
 from safetensors.torch import load_file
 
+import kconv
 from kconv import hub_http, upload
 from kconv.cli import cli
 from kconv.errors import AnswerIsNo, EnvironmentLacks, KconvError, Problems
+from kconv.folder_check import ALLOWABLE
 from kconv.publishing import publish
 from tests.hubserver import OTHER_TOKEN, READ_TOKEN, Fault, HubServer
 from tests.hubserver.store import Commit
@@ -269,6 +271,18 @@ def test_allowed_problems_become_notes(hub: HubServer, hub_token: str, model: Pa
     assert any(note.startswith("allowed: no tokenizer") for note in data["notes"])
     with pytest.raises(KconvError, match="nothing called x can be allowed"):
         publish(model, "me/m", allow=["x"])
+
+
+def test_weights_changed_after_they_were_converted(hub: HubServer, hub_token: str, tmp_path: Path) -> None:
+    """By the digest that a conversion states of weight files, which is not the Hub's."""
+    kconv.tiny("k3", tmp_path / "src")
+    kconv.convert(tmp_path / "src", tmp_path / "out")
+    assert publish(tmp_path / "out", "me/m", allow=ALLOWABLE, dry_run=True)["files"]
+    shard = next((tmp_path / "out").glob("*.safetensors"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(Problems, match=f"{shard.name} is not the file that kconv.json describes"):
+        publish(tmp_path / "out", "me/m", allow=ALLOWABLE)
 
 
 def test_changed_after_it_was_made(hub: HubServer, hub_token: str, model: Path) -> None:
