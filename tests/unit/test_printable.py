@@ -1,0 +1,24 @@
+"""Text from outside never reaches a terminal as commands."""
+
+from __future__ import annotations
+
+import pytest
+
+from kconv.printable import printable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("model.layers.0.weight", "model.layers.0.weight"),
+        ("naïve 権重", "naïve 権重"),
+        ("\x1b]0;owned\x07", "\\x1b]0;owned\\x07"),
+        ("a\nb\r\tc\0", "a\\nb\\r\\tc\\x00"),
+        ("\x9b31m\x7f", "\\x9b31m\\x7f"),
+        ("x\udcffy", "x\\udcffy"),
+        ("gnp.\u202egpj\u2028", "gnp.\\u202egpj\\u2028"),
+    ],
+)
+def test_what_a_terminal_obeys_or_cannot_show_is_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    printable(text).encode("utf-8")
