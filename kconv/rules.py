@@ -81,7 +81,7 @@ class Rule:
         return {
             "left": self.left,
             "right": self.right,
-            "iso": repr(self.iso),
+            "iso": self.iso.identity(),
             "over": {k: list(v) for k, v in self.over.items()},
             "stack": [self.stack[0], list(self.stack[1])] if self.stack else None,
             "group": self.group,

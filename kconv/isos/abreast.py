@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kconv.isos.base import Grade, Iso, SpecError, Specs
+from kconv.isos.base import Grade, Iso, SpecError, Specs, stated
 from kconv.spec import Spec
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ class Abreast(Iso):
 
     iso: Iso
     parts: int = 1
+
+    def identity(self) -> str:
+        return stated("Abreast", iso=self.iso, parts=self.parts)
 
     @property
     def grade(self) -> Grade:

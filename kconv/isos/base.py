@@ -62,8 +62,32 @@ class Tiles:
     right: tuple[int, ...]
 
 
+def stated(step: str, version: int = 1, /, **values: object) -> str:
+    """A step's identity: its lasting name, its version, and the values that decide what it does.
+
+    Digests of stored plans are made of it: a name, a key or a version given once stays. A step that comes to mean something
+    else for the same values raises its version.
+    """
+    name = step if version == 1 else f"{step}.{version}"
+    return f"{name}({', '.join(f'{key}={_stated(value)}' for key, value in values.items())})"
+
+
+def _stated(value: object) -> str:
+    if isinstance(value, Iso):
+        return value.identity()
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_stated, value))}{',' * (len(value) == 1)})"
+    if value is None or isinstance(value, str | int):
+        return repr(value)
+    raise TypeError(f"no lasting form of {value!r}")
+
+
 class Iso(ABC):
-    """A reversible step; subclasses are frozen dataclasses, so their `repr` is their identity in the plan's digest."""
+    """A reversible step; subclasses are frozen dataclasses, compared by their fields."""
+
+    @abstractmethod
+    def identity(self) -> str:
+        """What the digest of a plan says of this step (`stated`); it outlives the names of classes and fields."""
 
     @property
     @abstractmethod
@@ -107,6 +131,9 @@ class Same(Iso):
 
     grade: ClassVar[Grade] = Grade.EXACT
 
+    def identity(self) -> str:
+        return stated("Same")
+
     def forward_specs(self, specs: Specs) -> Specs:
         return specs
 
@@ -129,6 +156,9 @@ class Seq(Iso):
     """Steps one after the other."""
 
     steps: tuple[Iso, ...]
+
+    def identity(self) -> str:
+        return stated("Seq", steps=self.steps)
 
     @property
     def grade(self) -> Grade:
@@ -189,6 +219,9 @@ class Par(Iso):
     steps: tuple[Iso, ...]
     lefts: tuple[int, ...]
     rights: tuple[int, ...]
+
+    def identity(self) -> str:
+        return stated("Par", steps=self.steps, lefts=self.lefts, rights=self.rights)
 
     @property
     def grade(self) -> Grade:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kconv.errors import BadData, KconvError
 from kconv.isos import expect
-from kconv.isos.base import Grade, Iso, Specs, Tiles
+from kconv.isos.base import Grade, Iso, Specs, Tiles, stated
 from kconv.spec import FLOATS, Spec, torch_dtype
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ class Cast(Iso):
     left: str
     right: str
     lossy: bool = False
+
+    def identity(self) -> str:
+        return stated("Cast", left=self.left, right=self.right, lossy=self.lossy)
 
     def __post_init__(self) -> None:
         kinds = [kind for kind in (FLOATS, INTEGERS) if {self.left, self.right} <= kind]

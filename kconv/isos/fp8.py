@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kconv.errors import KconvError
 from kconv.isos import expect, notes
-from kconv.isos.base import SpecError, Specs, Tiles
+from kconv.isos.base import SpecError, Specs, Tiles, stated
 from kconv.isos.scaled import SCALE_DTYPES, ScaledIso
 from kconv.kernels.geometry import LAYOUTS, grid, layout_of, scale_shape
 from kconv.spec import Spec, torch_dtype
@@ -42,6 +42,18 @@ class Fp8(ScaledIso):
     code: str = "F8_E4M3"
     scale_dtype: str = "F32"
     stored: str = ""
+
+    def identity(self) -> str:
+        return stated(
+            "Fp8",
+            dtype=self.dtype,
+            sidecar=self.sidecar,
+            layout=self.layout,
+            block=self.block,
+            code=self.code,
+            scale_dtype=self.scale_dtype,
+            stored=self.stored,
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()

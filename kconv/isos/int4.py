@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kconv.errors import BadData, KconvError
 from kconv.isos import expect, notes
-from kconv.isos.base import SpecError, Specs
+from kconv.isos.base import SpecError, Specs, stated
 from kconv.isos.scaled import ScaledIso
 from kconv.spec import Spec, torch_dtype
 
@@ -42,6 +42,18 @@ class Int4(ScaledIso):
     symmetric: bool = True
     scale_dtype: str = "BF16"
     shape_dtype: str = "I64"
+
+    def identity(self) -> str:
+        return stated(
+            "Int4",
+            dtype=self.dtype,
+            sidecar=self.sidecar,
+            columns=self.columns,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            scale_dtype=self.scale_dtype,
+            shape_dtype=self.shape_dtype,
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kconv.isos.base import Grade, Iso, Same, Specs, Tiles
+from kconv.isos.base import Grade, Iso, Same, Specs, Tiles, stated
 from kconv.isos.dtype import Cast
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ class Inverse(Iso):
     """`iso` read from its right side (left) to its left side (right)."""
 
     iso: Iso
+
+    def identity(self) -> str:
+        return stated("Inverse", iso=self.iso)
 
     @property
     def grade(self) -> Grade:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kconv.errors import KconvError
 from kconv.isos import expect, notes
-from kconv.isos.base import Grade, Iso, SpecError, Specs, Tiles
+from kconv.isos.base import Grade, Iso, SpecError, Specs, Tiles, stated
 from kconv.kernels import backend
 from kconv.spec import FLOATS, Spec, torch_dtype
 
@@ -43,6 +43,16 @@ class Mxfp4(Iso):
     group_size: int = 32
     scale_dtype: str = "U8"
     packed_dtype: str = "U8"
+
+    def identity(self) -> str:
+        return stated(
+            "Mxfp4",
+            dtype=self.dtype,
+            sidecar=self.sidecar,
+            group_size=self.group_size,
+            scale_dtype=self.scale_dtype,
+            packed_dtype=self.packed_dtype,
+        )
 
     def __post_init__(self) -> None:
         known = self.dtype in FLOATS and self.scale_dtype in SCALES and self.packed_dtype in PACKED

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kconv.isos import expect, notes
-from kconv.isos.base import SpecError, Specs
+from kconv.isos.base import SpecError, Specs, stated
 from kconv.isos.scaled import ScaledIso
 from kconv.spec import Spec, torch_dtype
 
@@ -36,6 +36,9 @@ class Nvfp4(ScaledIso):
 
     divides: bool = True
     global_shape: tuple[int, ...] = (1,)
+
+    def identity(self) -> str:
+        return stated("Nvfp4", dtype=self.dtype, sidecar=self.sidecar, divides=self.divides, global_shape=self.global_shape)
 
     def _scales(self, values: tuple[int, ...]) -> Specs:
         return Spec("F8_E4M3", (*values[:-1], values[-1] // GROUP)), Spec("F32", self.global_shape)

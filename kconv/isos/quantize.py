@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kconv.isos import notes
-from kconv.isos.base import Grade, Iso, Specs, Tiles
+from kconv.isos.base import Grade, Iso, Specs, Tiles, stated
 from kconv.isos.fp8 import Fp8
 from kconv.isos.mxfp4 import Mxfp4
 from kconv.isos.nvfp4 import Nvfp4
@@ -70,6 +70,16 @@ class QuantizeFp8(Quantize):
     code: str = "F8_E4M3"
     scale_dtype: str = "F32"
 
+    def identity(self) -> str:
+        return stated(
+            "QuantizeFp8",
+            dtype=self.dtype,
+            layout=self.layout,
+            block=self.block,
+            code=self.code,
+            scale_dtype=self.scale_dtype,
+        )
+
     def __post_init__(self) -> None:
         _ = self.decoder  # which refuses a form that does not exist
 
@@ -83,6 +93,9 @@ class QuantizeMxfp4(Quantize):
     """Values (left) as MXFP4 codes and scales (right)."""
 
     group_size: int = 32
+
+    def identity(self) -> str:
+        return stated("QuantizeMxfp4", dtype=self.dtype, group_size=self.group_size)
 
     @property
     def decoder(self) -> Mxfp4:
@@ -102,6 +115,9 @@ class QuantizeNvfp4(Quantize):
 
     divides: bool = True
     global_shape: tuple[int, ...] = (1,)
+
+    def identity(self) -> str:
+        return stated("QuantizeNvfp4", dtype=self.dtype, divides=self.divides, global_shape=self.global_shape)
 
     @property
     def decoder(self) -> Nvfp4:

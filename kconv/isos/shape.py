@@ -19,7 +19,7 @@ import numpy as np
 
 from kconv.errors import BadData, KconvError
 from kconv.isos import expect
-from kconv.isos.base import Grade, Iso, SpecError, Specs, Tiles
+from kconv.isos.base import Grade, Iso, SpecError, Specs, Tiles, stated
 from kconv.spec import Spec
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ class Fuse(Iso):
     sizes: tuple[int, ...] = ()
     parts: int = 0
     grade: ClassVar[Grade] = Grade.EXACT
+
+    def identity(self) -> str:
+        return stated("Fuse", axis=self.axis, sizes=self.sizes, parts=self.parts)
 
     def __post_init__(self) -> None:
         if bool(self.sizes) == bool(self.parts) or self.axis < 0:
@@ -96,6 +99,9 @@ class Transpose(Iso):
     axes: tuple[int, ...]
     grade: ClassVar[Grade] = Grade.EXACT
 
+    def identity(self) -> str:
+        return stated("Transpose", axes=self.axes)
+
     def __post_init__(self) -> None:
         if sorted(self.axes) != list(range(len(self.axes))):
             raise KconvError(f"{self.axes} is not an order of axes")
@@ -133,6 +139,9 @@ class Reshape(Iso):
     right: tuple[int, ...]
     grade: ClassVar[Grade] = Grade.EXACT
 
+    def identity(self) -> str:
+        return stated("Reshape", left=self.left, right=self.right)
+
     def __post_init__(self) -> None:
         if math.prod(self.left) != math.prod(self.right):
             raise KconvError(f"shapes {list(self.left)} and {list(self.right)} hold different numbers of elements")
@@ -166,6 +175,9 @@ class TrimZeros(Iso):
     padded: int
     axis: int = 0
     grade: ClassVar[Grade] = Grade.EXACT
+
+    def identity(self) -> str:
+        return stated("TrimZeros", size=self.size, padded=self.padded, axis=self.axis)
 
     def __post_init__(self) -> None:
         if not 0 <= self.size <= self.padded or self.axis < 0:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kconv.errors import BadData
-from kconv.isos.base import Grade, Iso, SpecError, Specs
+from kconv.isos.base import Grade, Iso, SpecError, Specs, stated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,9 @@ class VocabularyMaps(Iso):
     draft: int
     target: int
     grade: ClassVar[Grade] = Grade.EXACT
+
+    def identity(self) -> str:
+        return stated("VocabularyMaps", draft=self.draft, target=self.target)
 
     def forward_specs(self, specs: Specs) -> Specs:
         d2t, t2d = specs
