@@ -22,7 +22,7 @@ from kconv.adapters.drafts.adapter import is_draft, read_source
 from kconv.draft_checks import native_names
 from kconv.errors import KconvError, Problems
 from kconv.source import Checkpoint, open_checkpoint
-from kconv.target import PROMPT, TABLES, TOKENIZER, UNKNOWN, Target
+from kconv.target import PROMPT, TABLES, TOKENIZER, UNKNOWN, Target, stated
 
 IDENTITY = ("target.repo", "target.revision")
 TAKEN = ("embed_tokens.weight", "lm_head.weight")
@@ -82,6 +82,7 @@ def check(
         verdict = "different" if findings.differences else "unknown"
     else:
         compare(block, files, whole, findings, tables, native_names(source))
+        _statements("draft", block["draft"], provenance.assumed(source.config, whole), findings)
         verdict = _verdict(findings, content)
     return {
         "fits": verdict in ("exact", "same-content"), "verdict": verdict, "draft": files.where, "target": whole.where,
@@ -143,6 +144,7 @@ def compare(
     recorded = block["target"]
     findings.hold("target.repo", recorded["repo"], target.repo)
     findings.hold("target.revision", recorded["revision"], target.revision)
+    _statements("target", recorded, stated(target), findings)
     findings.hold("target.config", recorded["config"]["sha256"], digests.json_digest(target.config))
     for part, pattern in (("tokenizer", TOKENIZER), ("prompt", PROMPT)):
         _files(f"target.{part}", recorded[part], target.hashes(pattern), findings)
@@ -159,6 +161,16 @@ def compare(
     _spots(recorded["spots"]["tensors"], target, findings)
     _tables(recorded["tensors"], target, findings, tables)
     _draft_weights(block["draft"]["weights"], files, findings, names)
+
+
+def _statements(where: str, recorded: Mapping[str, Any], found: Mapping[str, Any], findings: Findings) -> None:
+    """Hold what a block says in plain words against what the configs say, value by value."""
+    for key, value in found.items():
+        name, was = f"{where}.{key}", recorded.get(key)
+        if isinstance(value, Mapping) and isinstance(was, Mapping):
+            _statements(name, was, value, findings)
+        else:
+            findings.hold(name, was, value)
 
 
 def _draft_weights(recorded: Mapping[str, Any], files: Checkpoint, findings: Findings, names: Mapping[str, str]) -> None:

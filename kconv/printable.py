@@ -23,5 +23,10 @@ def printable(text: object) -> str:
     return "".join(_escaped(c) if unicodedata.category(c) in HIDDEN else c for c in said)
 
 
+def shown(text: object) -> str:
+    """`str(text)` with its own line breaks, every line of it `printable`."""
+    return "\n".join(map(printable, str(text).split("\n")))
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")

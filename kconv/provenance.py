@@ -90,13 +90,22 @@ def draft_facts(
     draft: Checkpoint, config: Mapping[str, Any], target: Target, origins: Mapping[str, str], names: Mapping[str, str]
 ) -> dict[str, Any]:
     """The `draft` part: what its weights assume and no other key of its config states without ambiguity."""
-    depth, size = config["num_hidden_layers"], config.get("block_size")
-    drafted = size if size is None or config.get("sample_from_anchor") else size - 1
-    architecture = (draft.config.get("architectures") or [UNKNOWN])[0]
     return {
         "family": config["model_type"],
-        "architecture": architecture,
+        "architecture": (draft.config.get("architectures") or [UNKNOWN])[0],
         "dialect": config.get("dialect") or UNKNOWN,
+        **assumed(config, target),
+        "embed_tokens": origins.get("embed_tokens", UNKNOWN),
+        "lm_head": origins.get("lm_head", UNKNOWN),
+        "weights": weights(draft, names),
+    }
+
+
+def assumed(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """What the draft's weights assume, whatever dialect states it: taps, mask token, block, rope, eps, causality."""
+    depth, size = config["num_hidden_layers"], config.get("block_size")
+    drafted = size if size is None or config.get("sample_from_anchor") else size - 1
+    return {
         "taps": {
             "layers": list(config["target_layer_ids"]) if config.get("target_layer_ids") is not None else UNKNOWN,
             "convention": "output_of_layer_0_based",
@@ -112,9 +121,6 @@ def draft_facts(
             "layer_types": list(config.get("layer_types") or ["full_attention"] * depth),
             "sliding_window": config.get("sliding_window") or "none",
         },
-        "embed_tokens": origins.get("embed_tokens", UNKNOWN),
-        "lm_head": origins.get("lm_head", UNKNOWN),
-        "weights": weights(draft, names),
     }
 
 

@@ -282,18 +282,20 @@ def execute(
         finally:
             finished.release()
 
-    threads = [threading.Thread(target=work, name=f"kconv-{i}", daemon=True) for i in range(workers)]
+    threads: list[threading.Thread] = []
     ended = 0
     try:
-        for thread in threads:
-            thread.start()
+        for number in range(workers):
+            threads.append(threading.Thread(target=work, name=f"kconv-{number}", daemon=True))
+            threads[-1].start()
         while ended < workers:
             ended += finished.acquire(timeout=interval)
             tick(progress)
     finally:
         stop.set()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:  # else an interrupt came before it was started
+                thread.join()
     if failures:  # of what failed at the same time, the first in the file: the same each time
         raise min(failures, key=lambda failure: failure[0])[1]
     return progress

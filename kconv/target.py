@@ -196,27 +196,33 @@ def facts(target: Target, taps: list[int] | None, *, tables: bool = True) -> dic
         taps: tapped layers, whose spots are digested; None when unknown.
         tables: whether to read and digest the tables; without them they are "unknown".
     """
-    text, config = target.text, target.config
-    quantisation = config.get("quantization_config") or text.get("quantization_config")
     tokenizer, prompt, weights = target.hashes(TOKENIZER), target.hashes(PROMPT), target.weight_hashes()
     index = None if target.converted else target._json("model.safetensors.index.json")
     return {
         "repo": target.repo or UNKNOWN,
         "revision": target.revision or UNKNOWN,
-        "architecture": (config.get("architectures") or [UNKNOWN])[0],
-        "model_type": config.get("model_type") or UNKNOWN,
-        "num_hidden_layers": text.get("num_hidden_layers") or UNKNOWN,
-        "hidden_size": text.get("hidden_size") or UNKNOWN,
-        "vocab_size": text.get("vocab_size") or UNKNOWN,
-        "dtype": config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or UNKNOWN,
-        "quantization": quantisation_name(quantisation),
-        "config": {"form": "json-1", "sha256": digests.json_digest(config)},
+        **stated(target),
+        "config": {"form": "json-1", "sha256": digests.json_digest(target.config)},
         "index": {"form": "weight-map-1", "sha256": digests.json_digest(index["weight_map"]) if index else UNKNOWN},
         "tokenizer": {"form": "files-1", "sha256": digests.files_digest(tokenizer) if tokenizer else UNKNOWN, "files": tokenizer},
         "prompt": {"form": "files-1", "sha256": digests.files_digest(prompt) if prompt else UNKNOWN, "files": prompt},
         "weights": {"form": "files-1", "sha256": digests.files_digest(weights) if weights else UNKNOWN},
         "tensors": table_digests(target) if tables else dict.fromkeys(TABLES, UNKNOWN),
         "spots": {"form": "spot-1", "tensors": target.spots(taps) if taps and not target.converted else {}},
+    }
+
+
+def stated(target: Target) -> dict[str, Any]:
+    """What the target's config says in plain words, as far as a draft depends on it."""
+    text, config = target.text, target.config
+    return {
+        "architecture": (config.get("architectures") or [UNKNOWN])[0],
+        "model_type": config.get("model_type") or UNKNOWN,
+        "num_hidden_layers": text.get("num_hidden_layers") or UNKNOWN,
+        "hidden_size": text.get("hidden_size") or UNKNOWN,
+        "vocab_size": text.get("vocab_size") or UNKNOWN,
+        "dtype": config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or UNKNOWN,
+        "quantization": quantisation_name(config.get("quantization_config") or text.get("quantization_config")),
     }
 
 

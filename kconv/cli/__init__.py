@@ -12,10 +12,16 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from typing import Any
 
 import click
+
+from kconv.cli import streams
+from kconv.errors import EnvironmentLacks
+from kconv.printable import printable
 
 COMMANDS: dict[str, str] = {
     "plan": "Headers only: coverage, folded table, sizes, peak memory, grade.",
@@ -59,6 +65,8 @@ class LazyGroup(click.Group):
             if "--json" not in given:
                 e.show()
             code = e.exit_code if "--json" not in given else _fail(e.format_message(), e.exit_code, given)
+        except Exception as e:
+            code = _failed(e, given)
         sys.exit(code if isinstance(code, int) else 0)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -73,6 +81,12 @@ def _fail(message: str, code: int, given: list[str]) -> int:
     return fail(message, code, "--json" in given)
 
 
+def _failed(error: Exception, given: list[str]) -> int:
+    from kconv.cli.common import failed
+
+    return failed(error, "--json" in given)
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="kconv", prog_name="kconv")
 def cli() -> None:
@@ -81,4 +95,17 @@ def cli() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Console entry point."""
-    sys.exit(cli.main(args=argv, prog_name="kconv", standalone_mode=True))
+    streams.prepare()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one of them, and means it
+            signal.signal(number, signal.default_int_handler)
+    stdout = sys.stdout
+    try:
+        cli.main(args=argv, prog_name="kconv", standalone_mode=True)
+    except SystemExit as e:
+        if sys.stdout is not stdout:  # click found that nobody reads: it hides the pipe and exits 1, which is an answer here
+            sys.exit(EnvironmentLacks.exit_code)
+        sys.exit(streams.flush(e.code if isinstance(e.code, int) else 0))
+    except BaseException as e:  # while an error was being said: without open files, or interrupted again
+        os.write(2, f"error: {type(e).__name__}: {printable(e)}\n".encode())
+        os._exit(130 if isinstance(e, KeyboardInterrupt) else 3)

@@ -3,10 +3,12 @@
 | exit code | meaning |
 |---|---|
 | 0 | done and true |
-| 1 | the answer is no (`AnswerIsNo`, or an `Outcome` with `ok=False`) |
+| 1 | the answer is no (`AnswerIsNo`, or an `Outcome` with `ok=False`), and nothing else |
 | 2 | bad input or usage, nothing written |
-| 3 | the environment lacks something |
+| 3 | the environment lacks something, the answer could not be written, or an error that kconv did not foresee |
 | 130 | interrupted, resumable |
+
+`KCONV_TRACEBACK=1` in the environment adds the traceback of an error that was not foreseen.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +26,14 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kconv.errors import EnvironmentLacks, KconvError
+from kconv.cli import streams
+from kconv.errors import AnswerIsNo, EnvironmentLacks, KconvError
+from kconv.printable import printable, shown
 
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.EIO}
+LACKING = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EAGAIN,
+}  # fmt: skip
+TRACEBACK = "KCONV_TRACEBACK"
 
 
 @dataclass
@@ -36,14 +45,26 @@ class Outcome:
     show: Callable[[Console], None] | None = None
 
 
+class SafeConsole(Console):
+    """A console on which text from outside is shown, and never obeyed by the terminal."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich prints, every string's control characters escaped."""
+        super().print(*(shown(o) if isinstance(o, str) else o for o in objects), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads: rich would exit 1, which is an answer here."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def announce(text: str) -> None:
     """A line on stderr at once, before the first slow step."""
-    click.echo(text, err=True)
+    click.echo(printable(text), err=True)
 
 
 def err_console() -> Console:
     """The console for progress and errors (stderr)."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return SafeConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def outcome_command(*args: Any, epilog: str, **kwargs: Any) -> Callable[[Callable[..., Outcome]], click.Command]:
@@ -66,25 +87,58 @@ def execute(function: Callable[[], Outcome], as_json: bool, *, resumable: bool =
         outcome = function()
     except KeyboardInterrupt:
         return fail("interrupted" + ("; run the same command with --resume to go on" if resumable else ""), 130, as_json)
-    except KconvError as e:
-        return fail(str(e), e.exit_code, as_json, problems=getattr(e, "problems", None))
+    except click.ClickException:
+        raise
+    except Exception as e:
+        return failed(e, as_json)
+    return tell(outcome, as_json)
+
+
+def tell(outcome: Outcome, as_json: bool) -> int:
+    """Print what a command found; returns its exit code, which is 3 where stdout does not take it."""
+    try:
+        if as_json:
+            click.echo(json.dumps(outcome.data))
+        elif outcome.show:
+            outcome.show(SafeConsole(soft_wrap=True, highlight=False))
     except OSError as e:
-        code = EnvironmentLacks.exit_code if e.errno in FULL_DISK else KconvError.exit_code
-        where = f" ({e.filename})" if e.filename else ""
-        return fail(f"{e.strerror or e}{where}", code, as_json)
-    if as_json:
-        click.echo(json.dumps(outcome.data))
-    elif outcome.show:
-        outcome.show(Console(soft_wrap=True, highlight=False))
-    return 0 if outcome.ok else 1
+        return streams.unheard(e)
+    except Exception as e:
+        return failed(e, as_json)
+    return 0 if outcome.ok else AnswerIsNo.exit_code
+
+
+def failed(error: Exception, as_json: bool) -> int:
+    """Say any exception; returns its exit code, which is never that of an answer unless the error is one."""
+    if isinstance(error, KconvError):
+        return fail(str(error), error.exit_code, as_json, problems=getattr(error, "problems", None))
+    if isinstance(error, OSError) and error.errno is not None:
+        code = EnvironmentLacks.exit_code if error.errno in LACKING else KconvError.exit_code
+        where = f" ({error.filename})" if error.filename else ""
+        return fail(f"{error.strerror or error}{where}", code, as_json)
+    if isinstance(error, MemoryError):
+        return fail("out of memory\n  next: free some, or use a machine with more", EnvironmentLacks.exit_code, as_json)
+    return fail(_unforeseen(error), EnvironmentLacks.exit_code, as_json)
+
+
+def _unforeseen(error: Exception) -> str:
+    if os.environ.get(TRACEBACK, "0") not in ("", "0"):
+        traceback.print_exception(error, file=sys.stderr)
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    what = f"{type(error).__name__}: {printable(error)}"[:300]
+    return f"kconv did not foresee this: {what}{at}; please report it, with the traceback that {TRACEBACK}=1 shows"
 
 
 def fail(message: str, code: int, as_json: bool, problems: list[str] | None = None) -> int:
     """Say an error on stderr, and as JSON on stdout when asked; returns the exit code."""
     console = err_console()
-    console.print("[bold red]error:[/] ", end="")
+    console.print("[bold red]error:[/] ", end="", emoji=False)
     console.print(message, markup=False)
     if as_json:
         error = {"message": message, "exit_code": code}
-        click.echo(json.dumps({"error": error | ({"problems": problems} if problems else {})}))
+        try:
+            click.echo(json.dumps({"error": error | ({"problems": problems} if problems else {})}))
+        except OSError as e:
+            return streams.unheard(e)
     return code

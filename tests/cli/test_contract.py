@@ -181,7 +181,8 @@ def start(*argv: str | Path, stderr: int | object = subprocess.PIPE) -> subproce
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True)  # type: ignore[arg-type]
 
 
-def test_interrupt_exits_with_130_and_resume_gives_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_exits_with_130_and_resume_gives_the_same_bytes(tmp_path: Path, number: signal.Signals) -> None:
     src = large_source(tmp_path / "src")
     args = (src, tmp_path / "out", "--experts", "bf16", "--workers", "1", "--json")
     process = start("convert", *args)
@@ -190,7 +191,7 @@ def test_interrupt_exits_with_130_and_resume_gives_the_same_bytes(tmp_path: Path
         if line.startswith("convert: 0 B of"):
             break
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert json.loads(out)["error"]["message"] == "interrupted; run the same command with --resume to go on"

@@ -26,6 +26,7 @@ from tests.hubserver.server import HubServer
 
 __all__ = ["hub"]
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "attention_factor": 1.0, "interleaved": False}
 LAST = "model-00004-of-000004.safetensors"
 
 
@@ -135,6 +136,30 @@ def test_exact_and_every_way_to_differ(draft: Path, target: Path) -> None:
     (target / "tiktoken.model").write_bytes(b"other ranks")
     assert named() == ["target.tokenizer"]
     assert named(content=True) == ["target.tokenizer"]
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("target.vocab_size", 1024), ("target.num_hidden_layers", 18), ("target.hidden_size", 256), ("target.dtype", "float16"),
+    ("target.architecture", "Other"), ("target.model_type", "other"), ("target.quantization", "fp8"),
+    ("draft.taps.layers", [1, 4, 6]), ("draft.mask_token.id", 507), ("draft.mask_token.string", "<|pad|>"),
+    ("draft.mask_token.row_sha256", "0" * 64), ("draft.block.size", 8), ("draft.norm_eps.default", 1e-6),
+    ("draft.causality.sliding_window", 16), ("draft.rope", ROPE),
+])  # fmt: skip
+def test_a_recorded_statement_that_the_configs_contradict_differs(draft: Path, target: Path, field: str, value: Any) -> None:
+    record(draft, target)
+    config = json.loads((draft / "config.json").read_text())
+    *path, key = field.split(".")
+    part = config[provenance.KEY]
+    for step in path:
+        part = part[step]
+    assert part[key] != value
+    part[key] = value
+    (draft / "config.json").write_text(json.dumps(config))
+    done = CliRunner().invoke(cli, ["check", str(draft), "--target", str(target), "--json"])
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "different"
+    assert [row["field"] for row in found["differences"]] == [field]
 
 
 def test_one_changed_embedding_row(draft: Path, target: Path) -> None:
