@@ -18,6 +18,7 @@ from kconv.direct import PAGE, phase
 from kconv.errors import BadData, KconvError
 from kconv.feed import Feed
 from kconv.files import Files
+from kconv.first_time import alone_at_first
 from kconv.isos.notes import Notes, collect
 from kconv.slabs import Part, Region, Slab
 from kconv.spec import torch_dtype
@@ -178,13 +179,23 @@ class Worker:
         data = self.read(part, self._in, own if moved(part) else None)
         put_tensor = getattr(self.sink, "put_tensor", None)
         cut = [] if moved(part) else [d if d is not None else c for d, c in zip(own, self._out.cut(part.writes), strict=True)]
-        made: Sequence[Tensor | np.ndarray] | None = bytes_of(part, data, cut)
-        if made is None:
-            outs = [shaped(d, w) for d, w in zip(cut, part.writes, strict=True)]
-            made = converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], outs)
+        made = self.made(part, data, cut)
         if put_tensor is None:
             return [self.sink.put(w, raw(t)) for w, t in zip(part.writes, made, strict=True)]
         return [put_tensor(w, shaped(t, w) if isinstance(t, np.ndarray) else t) for w, t in zip(part.writes, made, strict=True)]
+
+    def made(self, part: Part, data: list[np.ndarray], cut: list[np.ndarray] | None) -> Sequence[Tensor | np.ndarray]:
+        """A part's outputs from its inputs' bytes, into `cut` if that serves."""
+        with alone_at_first(self.kind(part)):
+            made = bytes_of(part, data, cut)
+            if made is not None:
+                return made
+            outs = None if cut is None else [shaped(d, w) for d, w in zip(cut, part.writes, strict=True)]
+            return converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], outs)
+
+    def kind(self, part: Part) -> tuple:
+        """What decides which code a conversion runs."""
+        return self.device, part.iso, part.backward, *(r.spec.dtype for r in part.reads)
 
     def read(self, part: Part, arena: Arena, own: list[np.ndarray | None] | None = None) -> list[np.ndarray]:
         """The inputs' bytes: in their final place where the sink lends it, in the arena, or as views of mapped files."""
@@ -217,7 +228,7 @@ class Worker:
             data = self._in.cut(part.reads)
             for d in data:
                 d.fill(0)
-            made = bytes_of(part, data) or converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], None)
+            made = self.made(part, data, None)
             self._zero_memo[key] = not any(raw(t).any() for t in made)
         return self._zero_memo[key]
 
@@ -232,9 +243,11 @@ def located(error: BadData, part: Part) -> str:
 
 
 def worker_for(device: str) -> type[Worker]:
-    """The kind of worker that converts on `device`."""
+    """The kind of worker that converts on `device`; to be called before threads start, since it imports."""
     if device == "cpu":
         return Worker
+    import torch  # noqa: F401
+
     from kconv.run_cuda import CudaWorker
 
     return CudaWorker
@@ -252,6 +265,7 @@ def execute(
     interval: float = 0.25,
 ) -> Progress:
     """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling thread."""
+    kind = worker_for(device)
     progress, stop = Progress(), threading.Event()
     failures: list[tuple[tuple[int, ...], BaseException]] = []
     feed, zero_memo = Feed(streams, 1 if device == "cpu" else None, getattr(sink, "begin", None)), dict[tuple, bool]()
@@ -260,7 +274,7 @@ def execute(
     def work() -> None:
         share = None
         try:
-            worker = worker_for(device)(files, sink, device, zero_memo)
+            worker = kind(files, sink, device, zero_memo)
             while not stop.is_set():
                 share = feed.take()
                 if share is None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kconv.files import Files
+from kconv.first_time import alone_at_first
 from kconv.run import Arena, Progress, Sink, Worker, converted, moved, raw, shaped
 from kconv.slabs import Part, Region, Slab
 
@@ -155,7 +156,8 @@ class CudaWorker(Worker):
         put_tensor: Any = getattr(self.sink, "put_tensor", None)
         made = data
         if not moved(part):
-            made = converted(part, [d.to(self.device, non_blocking=True) for d in data], self._shaped_places(part))
+            with alone_at_first(self.kind(part)):
+                made = converted(part, [d.to(self.device, non_blocking=True) for d in data], self._shaped_places(part))
         if put_tensor is not None:
             digests = [put_tensor(w, t) for w, t in zip(part.writes, made, strict=True)]
             arena.event.record()
