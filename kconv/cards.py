@@ -118,8 +118,9 @@ def card_ids() -> list[str]:
 
 def load_card(card: str | Path) -> Card:
     """A card by its id, or from a `.yaml` file; raises KconvError when there is none."""
-    path = Path(card) if str(card).endswith(".yaml") else FOLDER / f"{card}.yaml"
-    if not path.is_file():
+    given = str(card).endswith(".yaml")
+    path = Path(card) if given else FOLDER / f"{card}.yaml"
+    if not path.is_file() or not (given or card in card_ids()):
         raise KconvError(f"no card is called {card}", hint=f"cards are {', '.join(card_ids())}, or give a .yaml file")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))

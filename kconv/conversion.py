@@ -15,7 +15,7 @@ from typing import Any
 
 from kconv import side_files
 from kconv.adapters import Options, layouts_for
-from kconv.errors import AnswerIsNo, BadData, EnvironmentLacks, KconvError
+from kconv.errors import Altered, AnswerIsNo, BadData, EnvironmentLacks, KconvError
 from kconv.files import Files
 from kconv.hashing import DEFAULT_DIGEST
 from kconv.isos.base import Grade
@@ -131,8 +131,12 @@ def _run(job: Job, quiet: bool) -> dict[str, Any]:
     try:
         return job.run(quiet=quiet)
     except KconvError as e:
-        if isinstance(e.__cause__, BadData) and job.settings.part[1] == 1:
+        useless = isinstance(e.__cause__, BadData) or (isinstance(e, Altered) and not job.journal.holds_work())
+        if useless and job.settings.part[1] == 1:
             discard(job.partial)  # the source itself is at fault: there is nothing to resume
+        elif isinstance(e, Altered):
+            hint = "what was converted before is kept: --resume fetches the file again and goes on, --overwrite starts again"
+            raise Altered(e.message, hint=hint) from None
         raise
 
 

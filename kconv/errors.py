@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kconv.redaction import redacted
+
 
 class KconvError(Exception):
     """Bad input or usage; nothing was written. Says what, where, the likely cause and the next step."""
@@ -11,6 +13,7 @@ class KconvError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        message, hint = redacted(message), redacted(hint) if hint else None
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -31,11 +34,15 @@ class AnswerIsNo(KconvError):
     exit_code = 1
 
 
+class Altered(KconvError):
+    """The source gives other bytes than it states: going on with what was begun cannot help, so nothing of it is kept."""
+
+
 class Problems(KconvError):
     """Several problems at once, collected before a byte of data is read."""
 
     def __init__(self, title: str, problems: Sequence[str], *, hint: str | None = None) -> None:
-        self.problems = list(problems)
+        self.problems = [redacted(p) for p in problems]
         lines = "\n".join(f"  - {p}" for p in self.problems)
         super().__init__(f"{title}\n{lines}", hint=hint)
 

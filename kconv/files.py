@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kconv.errors import KconvError
+from kconv.safe_paths import checked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,7 +166,7 @@ class LocalFiles:
 
     def path(self, name: str) -> Path:
         """The local path of a file."""
-        return self.root / name
+        return self.root / checked(name, self.where)
 
     def size(self, name: str) -> int:
         return self.path(name).stat().st_size

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from collections import Counter
@@ -28,14 +27,11 @@ from typing import Any
 from kconv import card_rules
 from kconv.errors import KconvError, Problems
 from kconv.report import human
+from kconv.safe_paths import LEFTOVERS, is_left_out
 
 MAX_FILE = 50 * 1000**3
 MAX_FILES, MAX_ENTRIES = 100_000, 10_000
 SCAN_LIMIT = 5 * 1000**2
-NEVER = (
-    ".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".venv", "wandb", "*.pyc", "*.tmp", "*.temp", "*.part", "*.partial",
-    "*.incomplete", "*.lock", "*.log", "*.swp", "*~", ".env", ".env.*", ".DS_Store", "Thumbs.db", ".kconv-*", "nohup.out",
-)  # fmt: skip
 ALLOWABLE = ("no-tokenizer", "no-card", "no-weights", "secrets", "missing-code", "license")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -88,7 +84,7 @@ def examine(folder: Path, *, ignore: Iterable[str] = (), allow: Collection[str] 
 
     Args:
         folder: a checkpoint or draft folder.
-        ignore: patterns to leave out beyond `NEVER`, matched against the path and every part of it.
+        ignore: patterns to leave out beyond `LEFTOVERS`, matched against the path and every part of it.
         allow: kinds of problems (of `ALLOWABLE`) that become notes.
         max_file_size: bytes one file may have.
 
@@ -115,12 +111,6 @@ def examine(folder: Path, *, ignore: Iterable[str] = (), allow: Collection[str] 
     return contents
 
 
-def is_left_out(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a path, or any part of it, matches a pattern."""
-    parts = [name, *name.split("/")]
-    return any(fnmatch.fnmatch(part, pattern.rstrip("/")) for pattern in patterns for part in parts)
-
-
 def _collect(contents: Contents, ignore: tuple[str, ...]) -> None:
     root = contents.folder.resolve()
     for path in sorted(contents.folder.rglob("*")):
@@ -129,7 +119,7 @@ def _collect(contents: Contents, ignore: tuple[str, ...]) -> None:
             contents.refuse("", f"{name} is a broken link")
         if not path.is_file():
             continue
-        if is_left_out(name, (*NEVER, *ignore)):
+        if is_left_out(name, (*LEFTOVERS, *ignore)):
             contents.left_out.append(name)
             continue
         contents.files[name] = path

@@ -20,18 +20,26 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
-from kconv.errors import EnvironmentLacks, KconvError
-from kconv.hub_http import RETRY_STATUS, TIMEOUT, Again, explain, patiently, pause, stated_pause, transport_error
+from kconv import safe_paths
+from kconv.errors import Altered, EnvironmentLacks, KconvError, Problems
+from kconv.hub_answers import field, get_json, headers_for, origin, pages, refusal
+from kconv.hub_http import RETRY_STATUS, TIMEOUT, Again, explain, hopeless, pause, stated_pause, transport_error
+from kconv.printable import printable
+from kconv.redaction import guard_logs
 
 SOURCE = re.compile(r"hf://(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@]+))?/?")
+
+LARGEST_FILE = 1 << 50
+MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -66,27 +74,25 @@ class HubFiles:
     def __init__(self, source: str, *, token: str | None = None) -> None:
         from huggingface_hub import HfApi
 
+        guard_logs()
         self.repo_id, self.requested = parse_source(source)
         self.where = f"hf://{self.repo_id}" + (f"@{self.requested}" if self.requested else "")
         self.api = HfApi(token=token)
-        info = patiently(
-            lambda: self.api.model_info(self.repo_id, revision=self.requested, timeout=TIMEOUT), self.where
-        )
-        self.private, self.revision = bool(info.private), info.sha or ""
+        self._headers = headers_for(token)
+        self._address = f"{self.api.endpoint}/api/models/{self.repo_id}"
+        at = f"/revision/{quote(self.requested, safe='')}" if self.requested else ""
+        info = get_json(self._address + at, self._headers, self.where)
+        self.private, self.revision = bool(field(info, "private", bool, self.where)), field(info, "sha", str, self.where)
         if not re.fullmatch(r"[0-9a-f]{40}", self.revision):
-            raise KconvError(f"{self.where}: the Hub named no commit for this revision")
+            raise KconvError(f"{self.where}: the Hub named no commit for this revision", hint="check HF_ENDPOINT")
         self._links: dict[str, str] = {}
+        self._seen: dict[str, dict[tuple[int, int], bytes]] = {}
 
     @cached_property
     def files(self) -> dict[str, HubFile]:
-        """All files by path (one paginated request)."""
-        from huggingface_hub.hf_api import RepoFile
-
-        listed = patiently(
-            lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=self.revision)), self.where
-        )
-        rows = [f for f in listed if isinstance(f, RepoFile)]
-        return {f.path: HubFile(f.path, f.size, f.lfs.sha256 if f.lfs else None, f.blob_id) for f in rows}
+        """All files by path (one paginated request); raises KconvError when a name, size or hash cannot be one."""
+        url = f"{self._address}/tree/{self.revision}?recursive=true"
+        return listing(pages(url, self._headers, self.where), self.where)
 
     def names(self) -> list[str]:
         """Names of all files, sorted; hidden ones are no part of a checkpoint."""
@@ -110,8 +116,20 @@ class HubFiles:
         return self.file(name).sha256 or self.file(name).git_sha1
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """`length` bytes from `offset` (to the end by default); raises KconvError when the file has fewer."""
-        return b"".join(self.stream(name, offset, self.size(name) - offset if length is None else length))
+        """`length` bytes from `offset` (to the end by default); raises KconvError when the file has fewer.
+
+        A file that is read whole is held against its hash; of a part the digest is kept, and `download` holds the file
+        against it.
+        """
+        n = self.size(name) - offset if length is None else length
+        data = b"".join(self.stream(name, offset, n))
+        if (offset, n) == (0, self.size(name)):
+            digest = self.digest(name)
+            digest.update(data)
+            self._hold(name, digest.hexdigest())
+        else:
+            self._seen.setdefault(name, {})[offset, n] = hashlib.sha256(data).digest()
+        return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
@@ -119,6 +137,19 @@ class HubFiles:
         for piece in self.stream(name, offset, len(buffer)):
             buffer[done : done + len(piece)] = piece
             done += len(piece)
+
+    def digest(self, name: str) -> Any:
+        """A new hash of the kind that the Hub states of a file."""
+        file = self.file(name)
+        return hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % file.size)
+
+    def _hold(self, name: str, found: str) -> None:
+        if found != self.fingerprint(name):
+            raise Altered(
+                f"{self.where}/{name}: what arrived has another hash than the Hub states",
+                hint="nothing of it was kept; the file was altered on the way or at the Hub: check HF_ENDPOINT and proxies, "
+                "then run the same command again",
+            )
 
     def stream(self, name: str, offset: int, n: int) -> Iterator[bytes]:
         """Exactly `n` bytes from `offset`, in pieces as they arrive."""
@@ -135,9 +166,15 @@ class HubFiles:
             try:
                 with closing(self._open(file, offset, n)) as pieces:
                     for piece in pieces:
+                        if len(piece) > n:
+                            raise _more(f"{self.where}/{name}")
                         offset, n = offset + len(piece), n - len(piece)
                         yield piece
-            except (Again, transport_error()) as e:
+            except Exception as e:
+                if hopeless(e):
+                    raise explain(e, f"{self.where}/{name}") from None
+                if not isinstance(e, Again | transport_error()):
+                    raise
                 error = e
             if n:
                 failures = failures + 1 if n == left else 1
@@ -146,13 +183,13 @@ class HubFiles:
     def _open(self, file: HubFile, offset: int, n: int) -> Generator[bytes, None, None]:
         """One request for `n` bytes; raises Again or a transport error when another may succeed."""
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        from huggingface_hub.utils import get_session, hf_raise_for_status
 
         url = hf_hub_url(self.repo_id, file.path, revision=self.revision, endpoint=self.api.endpoint)
         link = self._links.get(file.path)
         headers = {"Range": f"bytes={offset}-{offset + n - 1}", "Accept-Encoding": "identity"}
         if link is None:
-            headers = build_hf_headers(token=self.api.token, headers=headers)
+            headers = self._headers | headers
         with get_session().stream("GET", link or url, headers=headers, follow_redirects=True, timeout=TIMEOUT) as r:
             if r.status_code in RETRY_STATUS:
                 raise Again(r.status_code, stated_pause(r.headers))
@@ -160,11 +197,11 @@ class HubFiles:
                 self._links.pop(file.path, None)
                 raise Again(r.status_code, 0.0)
             try:
-                hf_raise_for_status(r)
+                hf_raise_for_status(refusal(r) if r.status_code >= 400 else r)
             except Exception as e:
-                raise explain(e, f"{self.where}/{file.path}") from e
+                raise explain(e, f"{self.where}/{file.path}") from None
             self._check(r, file, offset, n)
-            if _origin(str(r.url)) != _origin(url):
+            if origin(str(r.url)) != origin(url):
                 # A link to the content store is signed and needs no token; the Hub's own redirects do need one.
                 self._links[file.path] = str(r.url)
             yield from r.iter_raw()
@@ -172,27 +209,44 @@ class HubFiles:
     def _check(self, response: Any, file: HubFile, offset: int, n: int) -> None:
         """Refuse an answer that is not the range that was asked for."""
         stated = response.headers.get("Content-Range", "")
+        total = stated.rpartition("/")[2]
+        if response.status_code == 206 and total != str(file.size) and re.fullmatch("[0-9]{1,20}", total):
+            raise Altered(
+                f"{self.where}/{file.path}: {file.size} bytes by the listing, {total} by the file",
+                hint="check HF_ENDPOINT and proxies, then run the same command again",
+            )
+        packed = response.headers.get("Content-Encoding", "identity").lower()
+        if packed != "identity":
+            raise EnvironmentLacks(
+                f"{self.where}/{file.path}: the server packs what it sends ({printable(packed)[:40]})",
+                hint="a proxy between here and the Hub changes bytes; download the files first",
+            )
         if response.status_code == 200 and (offset, n) == (0, file.size):
             return
         if response.status_code != 206 or not stated.startswith(f"bytes {offset}-{offset + n - 1}/"):
             raise EnvironmentLacks(
                 f"{self.where}/{file.path}: asked for {n} bytes at {offset}, "
-                f"the server answered {response.status_code} {stated!r}",
+                f"the server answered {response.status_code} {printable(stated)[:80]!r}",
                 hint="a proxy between here and the Hub ignores Range; download the files first",
             )
-        total = stated.rsplit("/", 1)[1]
-        if total not in ("*", str(file.size)):
-            raise KconvError(f"{self.where}/{file.path}: {file.size} bytes by the listing, {total} by the file")
 
     def download(self, name: str, dest: Path, *, progress: Callable[[int], None] | None = None) -> Path:
-        """Download a file to `dest`, going on from an earlier part file; the content's hash is checked.
+        """Download a file to `dest` and hold it against its hash, once more from the start when that is wrong.
 
-        `progress` is called with the number of bytes of each piece. Raises KconvError when the hash is wrong.
+        `progress` is called with the number of bytes of each piece. Raises Altered when the hash is wrong again, or when
+        the file differs from what was read of it before.
         """
+        try:
+            return self._download(name, dest, progress)
+        except Altered:
+            return self._download(name, dest, progress)
+
+    def _download(self, name: str, dest: Path, progress: Callable[[int], None] | None) -> Path:
+        """Download a file, going on from an earlier part file, which goes when its content is wrong."""
         file = self.file(name)
         part = dest.with_name(f"{dest.name}.{self.fingerprint(name)[:12]}.part")
         dest.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % file.size)
+        digest = self.digest(name)
         with part.open("ab+") as f:
             f.truncate(min(part.stat().st_size, file.size))
             f.seek(0)
@@ -203,15 +257,66 @@ class HubFiles:
                 digest.update(piece)
                 if progress:
                     progress(len(piece))
-        if digest.hexdigest() != self.fingerprint(name):
+        try:
+            self._hold(name, digest.hexdigest())
+            self._hold_parts(name, part)
+        except Altered:
             part.unlink()
-            raise KconvError(
-                f"{self.where}/{name}: what arrived has another hash than the Hub states", hint="run again"
-            )
+            raise
         os.replace(part, dest)
         return dest
 
+    def holds(self, name: str, path: Path) -> bool:
+        """Whether a local file has the hash that the Hub states."""
+        if not path.is_file() or path.stat().st_size != self.size(name):
+            return False
+        digest = self.digest(name)
+        with path.open("rb") as f:
+            while piece := f.read(1 << 20):
+                digest.update(piece)
+        return bool(digest.hexdigest() == self.fingerprint(name))
 
-def _origin(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.netloc
+    def _hold_parts(self, name: str, path: Path) -> None:
+        with path.open("rb") as f:
+            for (offset, n), known in self._seen.get(name, {}).items():
+                f.seek(offset)
+                if hashlib.sha256(f.read(n)).digest() != known:
+                    raise Altered(
+                        f"{self.where}/{name}: bytes {offset}..{offset + n} were others when they were read alone",
+                        hint="the server gives two contents for one file: check HF_ENDPOINT and proxies",
+                    )
+
+
+def listing(rows: list[Any], where: str) -> dict[str, HubFile]:
+    """The files of a listing by path; raises Problems with every entry whose name, size or hash cannot be one."""
+    files = [r for r in rows if not (isinstance(r, dict) and r.get("type") == "directory")]
+    names = [r.get("path") if isinstance(r, dict) else None for r in files]
+    wrong = safe_paths.faults(names)
+    wrong += [f"{safe_paths.shown(n)} is listed {k} times" for n, k in Counter(map(str, names)).items() if k > 1]
+    if not wrong:
+        wrong = [f"{safe_paths.shown(r['path'])} {why}" for r in files if (why := _entry_fault(r))]
+    if wrong:
+        more = [f"and {len(wrong) - MOST_SHOWN} more"] if len(wrong) > MOST_SHOWN else []
+        hint = "do not trust this repository or this server (HF_ENDPOINT); nothing was written"
+        raise Problems(f"{where}: the Hub lists files that cannot be used:", wrong[:MOST_SHOWN] + more, hint=hint)
+    return {r["path"]: HubFile(r["path"], r["size"], (r.get("lfs") or {}).get("oid"), r["oid"]) for r in files}
+
+
+def _entry_fault(row: dict[str, Any]) -> str | None:
+    size, lfs = row.get("size"), row.get("lfs")
+    if type(size) is not int or not 0 <= size <= LARGEST_FILE:
+        return f"has the size {printable(size)[:40]}"
+    if not re.fullmatch(r"[0-9a-f]{40}", str(row.get("oid"))):
+        return f"has the blob id {printable(row.get('oid'))[:80]!r}"
+    if lfs and not (isinstance(lfs, dict) and re.fullmatch(r"[0-9a-f]{64}", str(lfs.get("oid")))):
+        return f"has the LFS entry {printable(lfs)[:80]!r}"
+    if lfs and lfs.get("size", size) != size:
+        return f"has {size} bytes and {printable(lfs['size'])[:40]} in LFS"
+    return None
+
+
+def _more(name: str) -> EnvironmentLacks:
+    return EnvironmentLacks(
+        f"{name}: the server sent more bytes than were asked for",
+        hint="a proxy between here and the Hub changes what it passes on; download the files first",
+    )

@@ -36,6 +36,7 @@ from kconv.plans import Plan
 from kconv.preflight import peak_bytes, total_memory
 from kconv.report import Meter
 from kconv.run import Progress, execute
+from kconv.safe_paths import inside
 from kconv.slabs import Slab, part_bytes, streams
 from kconv.source import IDENTITY, MANIFEST, OURS, Checkpoint
 from kconv.staging import StagedFiles
@@ -90,8 +91,9 @@ class Job:
         self.partial.mkdir(parents=True, exist_ok=True)
         self._identify()
         self.journal.open()
-        self.sink.prepare()
         try:
+            self._fetch_beside()
+            self.sink.prepare()
             kept = {n for f in self.linked for n in f.starts}
             total = sum(t.spec.nbytes for n, t in self.plan.targets.items() if n not in kept) // self.settings.part[1]
             with Meter("convert", total, quiet=quiet) as meter:
@@ -109,6 +111,16 @@ class Job:
             self.sink.close()
             self.journal.close()
         return self._figures(progress)
+
+    def _fetch_beside(self) -> None:
+        """From the Hub, what goes along comes first: a file that is not what the Hub states is found before the long work."""
+        if self.settings.part[0] == 1 and hasattr(self.plan.source.files, "download"):
+            for name in self._taken_over():
+                self._take_over(name)
+
+    def _taken_over(self) -> list[str]:
+        """The source's files beside the weights that are copied as they are."""
+        return [n for n in self.plan.source.other_files() if n not in self.plan.layouts.files]
 
     def source_files(self) -> Files:
         """The source's files as this job reads them: mapped, staged from the Hub, or with `pread`."""
@@ -206,9 +218,9 @@ class Job:
         own = self.plan.layouts.files
         blobs |= {name: blob for name, blob in own.items() if blob is not None}
         for name, blob in blobs.items():
-            write_file(self.partial / name, blob)
+            write_file(inside(self.partial, name), blob)
             made[name] = _entry(self.partial / name)
-        for name in (n for n in self.plan.source.other_files() if n not in own):
+        for name in self._taken_over():
             self._take_over(name)
             made[name] = _entry(self.partial / name)
         for f in self.files:
@@ -218,13 +230,16 @@ class Job:
 
     def _take_over(self, name: str) -> None:
         """Bring a file of the source into the folder as it is: linked where that is asked for and possible, else copied."""
-        source, target = self.plan.source, self.partial / name
+        source, target = self.plan.source, inside(self.partial, name)
+        if hasattr(source.files, "download"):
+            return fetch_file(cast("HubFiles", source.files), name, target)
         target.unlink(missing_ok=True)  # an earlier run may have left a hard link: writing into it would write into the source
         target.parent.mkdir(parents=True, exist_ok=True)
         if self.settings.link and isinstance(source.files, LocalFiles) and (way := link(source.files.path(name), target)):
             self.links[way] += 1
         else:
             copy_file(source, name, target)
+        return None
 
     def _digest(self, name: str) -> dict[str, str]:
         """A weight file's digest under its algorithm's name: from the writing, or (several parts) by reading it."""
@@ -276,6 +291,14 @@ def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _entry(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+def fetch_file(hub: HubFiles, name: str, path: Path) -> None:
+    """Bring a file of the Hub to `path`, unless it is there, and hold it against the hash that the Hub states."""
+    if not hub.holds(name, path):
+        hub.download(name, path)
+        with open(path, "rb+") as handle:
+            os.fsync(handle.fileno())
 
 
 def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> None:

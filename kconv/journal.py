@@ -56,6 +56,10 @@ class Journal:
         except FileNotFoundError:
             return False
 
+    def holds_work(self) -> bool:
+        """Whether anything was finished, in this run or an earlier one."""
+        return self.path.exists() and self.path.stat().st_size > 0
+
     def finished(self, number: str, checksum: str) -> None:
         """Record a slab whose bytes were all written."""
         with self._lock:

@@ -33,6 +33,7 @@ from kconv.hashing import sha256_file
 from kconv.layout import safetensors_header
 from kconv.preflight import check_folders
 from kconv.report import human
+from kconv.safe_paths import inside
 from kconv.source import Checkpoint, Entry, open_checkpoint
 from kconv.target import UNKNOWN, Target, facts
 from kconv.writer import partial_path, publish, write_file
@@ -194,7 +195,7 @@ def _write(
         own = main is not None and config != main
         main = config if main is None else main
         written[runtime.name] = f"runtimes/{runtime.name}/config.json" if own else "config.json"
-        write_file(_parent(partial / written[runtime.name]), _dump(config | {provenance.KEY: block}))
+        write_file(inside(partial, written[runtime.name]), _dump(config | {provenance.KEY: block}))
     kept = _carry(made, partial, licence)
     card = modelcard.draft_card(title, block, written.items(), licence=licence, notes=[*made.notes, *kept], results=results)
     write_file(partial / "README.md", card.encode())
@@ -217,7 +218,7 @@ def _carry(made: Package, partial: Path, licence: Mapping[str, str]) -> list[str
     files = made.source.checkpoint.files
     names = files.names()
     for name in (n for n in names if "/" not in n and n.upper().startswith(CARRIED)):
-        write_file(partial / name, files.read(name))
+        write_file(inside(partial, name), files.read(name))
     theirs = [n for n in made.target.files.names() if "/" not in n and n.upper().startswith(("LICENSE", "LICENCE"))]
     copied = [k for k, origin in made.origins.items() if origin == "copy"]
     if copied and theirs:
@@ -270,11 +271,6 @@ def _own_licence(files: Checkpoint) -> dict[str, str]:
     readme = files.files.read("README.md").decode("utf-8", "replace") if "README.md" in files.files.names() else None
     found = modelcard.licence_of(readme)
     return found or {"license": UNKNOWN}
-
-
-def _parent(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def _dump(config: Mapping[str, Any]) -> bytes:

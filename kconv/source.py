@@ -18,10 +18,9 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
-from kconv import headers
+from kconv import headers, safe_paths
 from kconv.errors import KconvError, Problems
 from kconv.files import Files, open_files
 from kconv.manifest_check import checked
@@ -38,7 +37,7 @@ MOST_SHOWN = 20
 NEXT = {
     "file": "fetch the named files again",
     "index": "fetch the index that belongs to these shards, or remove it: the shards are then read by their own headers",
-    "path": "do not trust this index: a checkpoint's files lie in its own folder",
+    "path": "do not trust where these names come from: a checkpoint's files lie in its own folder",
     "link": "copy the file into the folder, or give the folder it leads to",
     "twice": "--follow-index reads each tensor from the file its index names",
     "two": "remove the file that does not belong, or write an index that says which one counts",
@@ -86,10 +85,10 @@ class Checkpoint:
         return self.files.read(name).decode("utf-8", "replace") if name in self.files.names() else None
 
     def other_files(self) -> list[str]:
-        """Names of the files that go along: neither weights, index, config, manifest nor pickles."""
+        """Names of the files that go along: neither weights, index, config, manifest, pickles nor leftovers."""
         skip = {*self.shards, "config.json", MANIFEST, *(index_name(g) for g in GROUPS)}
         never = (".safetensors", ".safetensors.index.json", *PICKLES)
-        return [n for n in self.files.names() if n not in skip and not n.startswith(OURS) and not n.endswith(never)]
+        return [n for n in self.files.names() if n not in skip and not n.endswith(never) and not safe_paths.is_leftover(n)]
 
 
 class Faults:
@@ -139,6 +138,7 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     files = source if isinstance(source, Files) else open_files(source)
     names, faults = files.names(), Faults(files.where)
     _refuse_unfinished(files, names)
+    faults.add("path", safe_paths.faults(n for n in names if not safe_paths.is_leftover(n))[:MOST_SHOWN])
     faults.add("link", unsafe_links(files))
     faults.raise_any()
     config = read_json(files, "config.json") if "config.json" in names else {}
@@ -317,8 +317,7 @@ def _indexed(files: Files, names: list[str], faults: Faults) -> tuple[dict[str, 
 def _check_shards(files: Files, names: list[str], index: str, shards: Iterable[str], faults: Faults) -> None:
     missing, folders = [], set(_folders(files))
     for shard in sorted(shards):
-        path = PurePosixPath(shard)
-        if path.is_absolute() or "\\" in shard or "\0" in shard or len(path.parts) != 1 or shard in (".", ".."):
+        if safe_paths.fault(shard) or "/" in shard:
             faults.add("path", [f"{index} names the file {shard!r}: only plain names inside the folder are allowed"])
         elif not shard.endswith(".safetensors"):
             faults.add("path", [f"{index} names {shard}, which is no .safetensors file; pickle files are never opened"])

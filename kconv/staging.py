@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kconv.files import LocalFiles
+from kconv.safe_paths import inside
 
 if TYPE_CHECKING:
     from kconv.hub import HubFiles
@@ -47,9 +48,10 @@ class StagedFiles:
             self._users.move_to_end(name)
         try:
             with lock:
-                if not (self.folder / name).exists():
+                path = inside(self.folder, name)
+                if not path.exists():
                     self._make_room()
-                    self.hub.download(name, self.folder / name, progress=self._count)
+                    self.hub.download(name, path, progress=self._count)
             self._local.read_into(name, offset, buffer)
         finally:
             with self._lock:

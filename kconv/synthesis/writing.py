@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kconv.errors import KconvError
 from kconv.layout import OutFile, safetensors_header
 from kconv.preflight import check_folders, check_room
+from kconv.safe_paths import inside
 from kconv.source import index_name
 from kconv.spec import BITS, Spec, spec_of
 from kconv.writer import partial_path, publish
@@ -54,9 +55,9 @@ def write_checkpoint(made: Synthetic, out: Path) -> dict[str, Any]:
     partial.mkdir(parents=True)
     try:
         for file in files:
-            _write_shard(made, file, partial / file.name)
+            _write_shard(made, file, inside(partial, file.name))
         for name, blob in _side_files(made).items():
-            (partial / name).write_bytes(blob)
+            inside(partial, name).write_bytes(blob)
         publish(partial, out, overwrite=False)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

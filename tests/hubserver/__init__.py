@@ -7,7 +7,8 @@
 | transfer.py | preupload, LFS, commit, resolve |
 | xet.py | xet uploads and downloads by the real hf_xet |
 | wire.py | HTTP: ranges, chunked bodies, the log |
-| faults.py | statuses, rate limits, cuts, kills on demand |
+| faults.py | statuses, rate limits, cuts, kills, lies on demand |
+| lies.py | the table of what a Hub may lie about, and what has to come of it |
 | server.py | `HubServer`, which puts them together |
 | fixtures.py | the pytest fixture `hub` |
 """

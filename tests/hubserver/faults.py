@@ -10,16 +10,39 @@
 | `delay=S` | S seconds pass first |
 | `call=f` | f() runs first (a test kills its client there) |
 | `call=f, before=False` | f() runs when the request was carried out, before it is answered |
+| `lie=f` | f(Answer) may change the true answer: status, headers, JSON (`tests.hubserver.lies`) or bytes |
+| `chunked=True` | the body goes out in chunks, without Content-Length |
 
 `skip` lets the first matches pass, `times` bounds how often it fires (None: always).
 """
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """A true answer that a lie may change; `url` is the Hub's address, `other` another host's."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    url: str
+    other: str
+    path: str
+    authorization: str | None
+
+    def edit(self, change: Callable[[Any], Any]) -> None:
+        """Put `change(JSON)` in the place of the body's JSON; None keeps the object that `change` edited."""
+        data = json.loads(self.body)
+        changed = change(data)
+        self.body = json.dumps(data if changed is None else changed).encode()
 
 
 @dataclass
@@ -36,6 +59,8 @@ class Fault:
     before: bool = True
     delay: float = 0.0
     call: Callable[[], None] | None = None
+    lie: Callable[[Answer], None] | None = None
+    chunked: bool = False
     skip: int = 0
     times: int | None = 1
     hits: int = 0

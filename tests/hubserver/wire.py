@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.hubserver.faults import Fault
+from tests.hubserver.faults import Answer, Fault
 
 if TYPE_CHECKING:
     from tests.hubserver.server import HubServer
@@ -169,17 +169,33 @@ class Handler(BaseHTTPRequestHandler):
         if self.fault is not None and self.fault.cut_response == 0:
             raise Cut
         start, end = self._slice(response)
+        if self.fault is not None and self.fault.lie:
+            response = self._lied(response, start, end)
+            start, end = 0, len(response.body)
         self.record.status = response.status
         self.send_response(response.status)
         for name, value in response.headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(end - start))
+        chunked = self.fault is not None and self.fault.chunked
+        self.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(end - start))))
         self.end_headers()
         if self.command == "HEAD":
             return
         source = _file_pieces(response.file, start, end) if response.file else iter([response.body] if end else [])
         for piece in source:
-            self._write(piece)
+            self._write(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+        if chunked:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _lied(self, response: Response, start: int, end: int) -> Response:
+        """The answer as the fault's lie tells it."""
+        assert self.fault is not None
+        assert self.fault.lie is not None
+        body = b"".join(_file_pieces(response.file, start, end)) if response.file else response.body
+        app, sent = self.server.app, self.headers.get("Authorization")
+        answer = Answer(response.status, dict(response.headers), body, app.url, app.cdn.url, self.path, sent)
+        self.fault.lie(answer)
+        return Response(answer.status, answer.body, answer.headers)
 
     def _slice(self, response: Response) -> tuple[int, int]:
         if response.file is None:

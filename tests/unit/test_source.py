@@ -161,12 +161,12 @@ def test_weights_in_folders_below_are_named_as_left_out(tmp_path: Path) -> None:
     assert [n.split(" is ")[0] for n in notes] == ["adapter.safetensors", "draft/model.safetensors"]
 
 
-def test_hidden_folders_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+def test_what_is_hidden_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     src = small_k3().write(tmp_path / "src")
     for name in (".git/config", ".cache/huggingface/x", "assets/.hidden/y", "assets/z.png", ".gitattributes"):
         (src / name).parent.mkdir(parents=True, exist_ok=True)
         (src / name).write_text("x")
-    assert open_checkpoint(src).other_files() == [".gitattributes", "assets/z.png"]
+    assert open_checkpoint(src).other_files() == ["assets/z.png"]
 
 
 def test_link_to_a_folder_inside_is_not_followed(tmp_path: Path) -> None:
