@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test lint types wheel bench setup clean
+.PHONY: demo test fuzz lint types wheel bench setup clean
 
 setup: $(VENV)/.done
 
@@ -31,6 +31,9 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --trials 8000 --jobs $(WORKERS)
 
 lint: setup
 	$(BIN)/ruff check .
