@@ -51,7 +51,7 @@ ROWS: tuple[Row, ...] = (
     Row("norm.weight", "model", ("C",)),
     Row("lm_head.weight", "head", ("V", "C")),
 )
-EXPERTS = {"gate_proj": ("M", "C"), "up_proj": ("M", "C"), "down_proj": ("C", "M")}
+EXPERTS: dict[str, tuple[str, ...]] = {"gate_proj": ("M", "C"), "up_proj": ("M", "C"), "down_proj": ("C", "M")}
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 COUNTS = ("num_hidden_layers", "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "qk_rope_head_dim",
           "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")  # fmt: skip
@@ -104,16 +104,7 @@ VISION: tuple[VisionRow, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class K2Layout(K3Layout):
-    """Layer kinds (0-based) and sizes of a Kimi K2 text config."""
-
-    def rows(self) -> list[Row]:
-        """The rows of the table that this config has."""
-        return [row for row in ROWS if row.when(self.config)]
-
-
-def k2_layout(config: Config) -> K2Layout:
+def k2_layout(config: Config) -> K3Layout:
     """The layout of a text config; raises KconvError where a size is missing or no count."""
     lacking = [key for key in COUNTS if config.get(key) is None]
     if lacking:
@@ -125,7 +116,7 @@ def k2_layout(config: Config) -> K2Layout:
     n, first, every = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
     moe = tuple(i for i in range(n) if config.get("n_routed_experts") and i >= first and i % every == 0)
     kinds = {"layer": tuple(range(n)), "moe": moe, "dense": tuple(i for i in range(n) if i not in moe)}
-    return K2Layout(config, kinds, _sizes(config))
+    return K3Layout(config, kinds, _sizes(config), ROWS, EXPERTS)
 
 
 def _sizes(c: Config) -> dict[str, int]:

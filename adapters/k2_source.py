@@ -16,12 +16,12 @@ from typing import Any
 
 from kconv.adapters import Options
 from kconv.adapters import k3_checks as checks
-from kconv.adapters.formats import ACTIVATIONS, SUFFIXES
+from kconv.adapters.formats import ACTIVATIONS
 from kconv.adapters.k2_config import text_config
-from kconv.adapters.k2_layout import EXPERTS, VISION_ROOTS, K2Layout, k2_layout
+from kconv.adapters.k2_layout import VISION_ROOTS, k2_layout
 from kconv.adapters.k3_config import Config, quantization
 from kconv.adapters.k3_formats import NO_LAYER, SIDECAR, Forms, Found, Reader, from_facts
-from kconv.adapters.k3_layout import Row
+from kconv.adapters.k3_layout import K3Layout, Row
 from kconv.adapters.quant_blocks import says
 from kconv.errors import KconvError
 from kconv.names import number
@@ -54,27 +54,12 @@ class Side:
         return lambda key: base + "{expert}." + part + "." + key
 
 
-class K2Reader(Reader):
-    """Reads the forms of a checkpoint whose experts are called gate_proj, up_proj and down_proj."""
-
-    def experts(self, layer: int, base: str, found: Found, count: int) -> bool:
-        """The experts of a layer; false where they are of several forms."""
-        parts = {}
-        for part, symbols in EXPERTS.items():
-            own = {s: spec for s, spec in found.specs.get(part, {}).items() if s in SUFFIXES}
-            if own:
-                parts[part] = form = self._form(f"{base}0.{part}.", own, self.layout.shape(symbols))
-                self.forms.count(form, count * len(own), count * sum(s.nbytes for s in own.values()), count)
-        self.forms.experts[layer] = parts
-        return not found.mixed() and parts.get("gate_proj") == parts.get("up_proj")
-
-
 @dataclass
 class K2Source:
     """A checkpoint of the family, as `read_source` found it."""
 
     checkpoint: Checkpoint
-    layout: K2Layout
+    layout: K3Layout
     side: Side
     published: Side
     original_config: Config
@@ -142,10 +127,10 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K2Source:
     checks.beyond(checkpoint, source.beyond, len(layout.kinds["layer"]), problems)
     checks.next_tokens(text, bool(source.beyond), notes)
     if native:
-        source.forms = from_facts({"formats": [], **facts}, layout.kinds["moe"], checkpoint.where)
+        source.forms = from_facts({"formats": [], **facts}, layout.kinds["moe"], layout.experts, checkpoint.where)
         return source
     block = quantization(original, notes)
-    _read_forms(source, K2Reader(checkpoint, layout, says(block, None), options.block, notes, problems))
+    _read_forms(source, Reader(checkpoint, layout, says(block, None), options.block, notes, problems))
     checks.quantized(block, source.forms.quantised(), notes)
     source.facts = {"root": root, "head": head, "formats": source.forms.to_json()}
     return source
@@ -198,7 +183,7 @@ def _scan(source: K2Source) -> None:
         source.notes.append(f"the config says {source.layout.sizes['E']} experts, the routers have {found} rows")
 
 
-def _read_forms(source: K2Source, reader: K2Reader) -> None:
+def _read_forms(source: K2Source, reader: Reader) -> None:
     """The form of every weight of a published checkpoint."""
     for row in source.layout.rows():
         if len(row.shape) != 2 or (row.kind == "head" and source.tied):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.adapters.formats import ACTIVATIONS, MXFP4, SUFFIXES, Declared, Form, FormError, detect, plain
-from kconv.adapters.k3_layout import EXPERTS, GATE, UP, K3Layout, Row
+from kconv.adapters.k3_layout import K3Layout, Row
 from kconv.adapters.quant_blocks import Says
 from kconv.errors import KconvError
 from kconv.names import folded, ranges
@@ -111,12 +111,12 @@ class Forms:
                 for (p, s, spec), layers in listed.items()]  # fmt: skip
 
 
-def from_facts(facts: Mapping[str, Any], layers: Iterable[int], where: str) -> Forms:
-    """The published forms that a native checkpoint's manifest names; MXFP4 where an older one only says `packed`."""
+def from_facts(facts: Mapping[str, Any], layers: Iterable[int], parts: Iterable[str], where: str) -> Forms:
+    """The published forms that a native checkpoint's manifest names; MXFP4 everywhere where an older one only says `packed`."""
     forms = Forms()
     if "formats" not in facts:
         packed = "packed" in (facts.get("experts") or ["packed"])
-        forms.experts = {i: dict.fromkeys(EXPERTS, MXFP4) for i in layers} if packed else {}
+        forms.experts = {i: dict.fromkeys(parts, MXFP4) for i in layers} if packed else {}
         return forms
     for entry in facts["formats"]:
         form = Form.from_json(entry.get("form") if isinstance(entry, dict) else entry, f"{where}/kconv.json: facts.formats")
@@ -163,7 +163,7 @@ class Reader:
     def experts(self, layer: int, base: str, found: Found, count: int) -> bool:
         """The experts of a layer, named from `base` on; false where they are of several forms."""
         parts: dict[str, Form] = {}
-        for part, symbols in EXPERTS.items():
+        for part, symbols in self.layout.experts.items():
             specs = found.specs.get(part, {})
             own = {s: spec for s, spec in specs.items() if s in SUFFIXES}
             if "weight_packed" in own:
@@ -175,7 +175,8 @@ class Reader:
                 if suffix in ACTIVATIONS:
                     self.forms.expert_activations.setdefault(layer, {})[part, suffix] = spec
         self.forms.experts[layer] = parts
-        return not found.mixed() and parts.get(GATE) == parts.get(UP) and len({f.plain for f in parts.values()}) <= 1
+        gate, up, *_ = self.layout.experts
+        return not found.mixed() and parts.get(gate) == parts.get(up)
 
     def finish(self, *, quiet: bool) -> Forms:
         """Problems and notes, folded; `quiet` where nothing is quantised at all, which one note of the caller says."""

@@ -12,7 +12,7 @@ Source: headers of the published checkpoint (60 patterns that multiply out to it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +117,7 @@ ROWS: tuple[Row, ...] = (
     Row("lm_head.weight", "head", ("V", "C"), when=lambda c: not c.get("tie_word_embeddings")),
 )
 
-EXPERTS = {"w1": ("M", "L"), "w3": ("M", "L"), "w2": ("L", "M")}
+EXPERTS: dict[str, tuple[str, ...]] = {"w1": ("M", "L"), "w3": ("M", "L"), "w2": ("L", "M")}
 GATE, UP, DOWN = "w1", "w3", "w2"
 
 VISION_ROOTS = ("vision_tower.", "mm_projector.")
@@ -143,15 +143,18 @@ MOST = 1 << 31
 
 @dataclass(frozen=True)
 class K3Layout:
-    """Layer kinds (0-based) and sizes, read once from a text config whose layer lists are 1-based."""
+    """A family's table with the layer kinds (0-based) and sizes that were read from a text config."""
 
     config: Config
     kinds: dict[str, tuple[int, ...]]
     sizes: dict[str, int]
+    table: tuple[Row, ...]
+    experts: Mapping[str, tuple[str, ...]]
+    """Projections of an expert, the two that become one first, with their shapes."""
 
     def rows(self) -> list[Row]:
         """The rows of the table that this config has."""
-        return [row for row in ROWS if row.when(self.config)]
+        return [row for row in self.table if row.when(self.config)]
 
     def shape(self, symbols: tuple[str | int, ...], **override: int) -> tuple[int, ...]:
         """A shape with its symbols replaced by this config's sizes."""
@@ -189,7 +192,7 @@ def k3_layout(config: Config) -> K3Layout:
             f"config.json: kda_layers and full_attn_layers (1-based) do not cover the {n} layers once each",
             hint="correct linear_attn_config or num_hidden_layers",
         )
-    return K3Layout(config, _kinds(config, n, kda, mla), _sizes(config, linear))
+    return K3Layout(config, _kinds(config, n, kda, mla), _sizes(config, linear), ROWS, EXPERTS)
 
 
 def _check_counts(config: Config, linear: Config) -> None:

@@ -173,7 +173,7 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     checks.beyond(checkpoint, source.beyond, source.depth, problems)
     checks.next_tokens(text, bool(source.beyond), notes)
     if native:
-        source.forms = from_facts(facts, layout.kinds["moe"], checkpoint.where)
+        source.forms = from_facts(facts, layout.kinds["moe"], layout.experts, checkpoint.where)
         _activations(source, source.forms)
         return source
     _read_forms(source, Reader(checkpoint, layout, says(quantization(original, []), hf_quant), options.block, notes, problems))
@@ -199,7 +199,8 @@ def _read_forms(source: K3Source, reader: Reader) -> None:
                 reader.row(row, layer, name.format_map({"layer": layer}).removesuffix("weight"), shape)
     for layer, (count, _) in source.experts.items():
         base = f"{side.root}layers.{layer}.{side.moe}experts."
-        if not reader.experts(layer, base, source.found.get(layer, Found()), count):
+        alike = reader.experts(layer, base, source.found.get(layer, Found()), count)
+        if not alike or len({f.plain for f in reader.forms.experts[layer].values()}) > 1:
             source.problems.append(f"layer {layer} holds experts both quantised and plain; one form is expected in a layer")
         kinds = {"packed" if f.kind == "mxfp4" else f.kind for f in reader.forms.experts[layer].values()}
         source.experts[layer] = (count, "+".join(sorted(kinds)) or "packed")

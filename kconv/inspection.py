@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from typing import Any
 
@@ -21,6 +22,7 @@ def inspect(source: Any) -> dict[str, Any]:
         sizes[entry.spec.dtype] += entry.spec.nbytes
     try:
         family = adapter_for(checkpoint).describe(checkpoint)
+        family |= {"notes": [*family["notes"], *_doubts(checkpoint)]}
     except KconvError as e:
         family = {"family": "unknown", "problems": [e.message]}
     return {
@@ -44,6 +46,17 @@ def quantization_blocks(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(block, dict):
             found[where] = " ".join(str(block[k]) for k in ("quant_method", "format", "quant_algo") if block.get(k))
     return found
+
+
+def _doubts(checkpoint: Checkpoint) -> list[str]:
+    """What is doubtful about a draft; nothing of anything else, nor of a draft that is not sound."""
+    drafts = importlib.import_module("kconv.adapters.drafts.adapter")
+    config = drafts.sound_config(checkpoint) if drafts.is_draft(checkpoint.config) else None
+    if config is None:
+        return []
+    from kconv.speculative.findings import doubts
+
+    return doubts(config)
 
 
 def _targets(checkpoint: Checkpoint) -> dict[str, str]:

@@ -320,5 +320,5 @@ class Plan:
         """One row a rule: how many tensors come out, the target with its spec, where it comes from, and how."""
         from kconv.report import plan_rows
 
-        return plan_rows(self)
+        return plan_rows(self.edges, self.backward)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from kconv.isos.base import Iso
     from kconv.plans import Edge, Plan
-    from kconv.run import Progress
     from kconv.spec import Spec
 
 PLAIN_EVERY = 5.0
@@ -50,27 +49,27 @@ def few(numbers: Sequence[int]) -> str:
     return ",".join(parts if len(parts) <= 4 else [*parts[:2], "..", parts[-1]])
 
 
-def plan_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+def plan_rows(edges: Sequence[Edge], backward: bool) -> list[tuple[str, str, str, str]]:
     """One row a rule and kind of spec: tensors made, target template, spec, and where they come from and how."""
     groups: dict[tuple, list[Edge]] = {}
-    for edge in plan.edges:
-        key = (*_templates(plan, edge), edge.right, tuple(edge.lefts))
+    for edge in edges:
+        key = (*_templates(edge, backward), edge.right, tuple(edge.lefts))
         groups.setdefault(key, []).append(edge)
     rows = []
-    for (source, target, *_), edges in groups.items():
-        for name, spec, count in _outputs(plan, edges, target):
-            rows.append((f"{count:,}", _filled(name, edges), str(spec), _how(plan, edges[0], source, target)))
+    for (source, target, *_), alike in groups.items():
+        for name, spec, count in _outputs(alike, backward, target):
+            rows.append((f"{count:,}", _filled(name, alike), str(spec), _how(alike[0], backward, source, target)))
     return rows
 
 
-def _templates(plan: Plan, edge: Edge) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _templates(edge: Edge, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     left = tuple(name for piece in edge.rule.left for name in piece)
-    return (edge.rule.right, left) if plan.backward else (left, edge.rule.right)
+    return (edge.rule.right, left) if backward else (left, edge.rule.right)
 
 
-def _outputs(plan: Plan, edges: list[Edge], target: tuple[str, ...]) -> list[tuple[str, Spec, int]]:
+def _outputs(edges: list[Edge], backward: bool, target: tuple[str, ...]) -> list[tuple[str, Spec, int]]:
     """Each target template of a group of edges, with its spec and how many tensors it makes."""
-    if plan.backward:
+    if backward:
         specs = [s for piece in edges[0].lefts for s in piece]
         return [(n, s, len(edges) * len(edges[0].rule.domain)) for n, s in zip(target, specs, strict=True)]
     return [(n, s, len(edges)) for n, s in zip(target, edges[0].right_full(), strict=True)]
@@ -87,13 +86,13 @@ def _filled(template: str, edges: list[Edge]) -> str:
     return template
 
 
-def _how(plan: Plan, edge: Edge, source: tuple[str, ...], target: tuple[str, ...]) -> str:
+def _how(edge: Edge, backward: bool, source: tuple[str, ...], target: tuple[str, ...]) -> str:
     rule = edge.rule
     steps = [] if type(rule.iso).__name__ == "Same" else [brief(rule.iso)]
     if rule.stack:
-        steps.append(("split over " if plan.backward else "stack over ") + f"{len(rule.domain)} {rule.stack[0]}s")
+        steps.append(("split over " if backward else "stack over ") + f"{len(rule.domain)} {rule.stack[0]}s")
     if len(rule.left) > 1:
-        steps.append(("split into " if plan.backward else "join ") + f"{len(rule.left)} parts")
+        steps.append(("split into " if backward else "join ") + f"{len(rule.left)} parts")
     if steps:
         return ", ".join(steps)
     return "same" if source[0].split("layer}")[-1] == target[0].split("layer}")[-1] else "renamed"
@@ -113,7 +112,7 @@ def brief(iso: Iso) -> str:
 def print_plan(plan: Plan, console: Console, extra: dict[str, str]) -> None:
     """The folded table, the totals, the notes."""
     layouts = plan.layouts
-    rows = plan_rows(plan)
+    rows = plan.table()
     widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
     console.print(f"{layouts.family}: {layouts.source_layout} -> {layouts.target_layout}, from {plan.source.where}", markup=False)
     for count, target, spec, how in rows:
@@ -143,12 +142,12 @@ def rss() -> int:
 
 
 class Meter:
-    """Shows the progress of a run on stderr; call it with `Progress`."""
+    """Shows the progress of a run on stderr; call it with the bytes made so far."""
 
     def __init__(self, label: str, total_bytes: int, *, quiet: bool = False) -> None:
         self._label, self._total, self._quiet = label, max(1, total_bytes), quiet
         self._start = self._last = 0.0
-        self._update: Callable[[Progress], None] = lambda progress: None
+        self._update: Callable[[int], None] = lambda done: None
         self._bar: Any = None
 
     def __enter__(self) -> Meter:
@@ -165,13 +164,13 @@ class Meter:
         if self._bar:
             self._bar.stop()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, done: int) -> None:
         if self._quiet:
             return
         if self._bar:
-            self._bar.update(self._task, completed=progress.bytes_out, memory=human(rss()))
+            self._bar.update(self._task, completed=done, memory=human(rss()))
         elif time.monotonic() - self._last >= PLAIN_EVERY:
-            self._plain(progress.bytes_out)
+            self._plain(done)
 
     def _begin_bar(self) -> None:
         from rich import progress as p

@@ -261,10 +261,11 @@ def execute(
     workers: int,
     device: str = "cpu",
     done: Callable[[Slab, str], None] = lambda slab, checksum: None,
-    tick: Callable[[Progress], None] = lambda progress: None,
+    tick: Callable[[int], None] = lambda done: None,
     interval: float = 0.25,
 ) -> Progress:
-    """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling thread."""
+    """Do all slabs; `done` is called after each, `tick` every `interval` seconds from the calling
+    thread, with the bytes made so far."""
     kind = worker_for(device)
     progress, stop = Progress(), threading.Event()
     failures: list[tuple[tuple[int, ...], BaseException]] = []
@@ -304,7 +305,7 @@ def execute(
             threads[-1].start()
         while ended < workers:
             ended += finished.acquire(timeout=interval)
-            tick(progress)
+            tick(progress.bytes_out)
     finally:
         stop.set()
         for thread in threads:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kconv.adapters import Options
 from kconv.adapters.drafts.dialects import dialect_of
@@ -31,6 +31,9 @@ from kconv.plans import Layouts
 from kconv.rules import Rule, rule
 from kconv.source import Checkpoint
 from kconv.spec import FLOATS, Spec, dtype_name
+
+if TYPE_CHECKING:
+    from kconv.modeling.draft_config import DraftConfig
 
 NATIVE, PUBLISHED = "native", "hf"
 
@@ -113,17 +116,17 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "dialect": source.config.get("dialect"),
         "spelling": source.traits,
         **{k: source.config.get(k) for k in keys},
-        "notes": source.notes + _doubts(source),
+        "notes": source.notes,
         "problems": source.problems,
     }
 
 
-def _doubts(source: DraftSource) -> list[str]:
-    """What is doubtful about it; nothing where it is no sound draft."""
+def sound_config(checkpoint: Checkpoint) -> DraftConfig | None:
+    """The native config of a draft, None where it is no sound one."""
     from kconv.modeling.drafts import config_class
-    from kconv.speculative.findings import doubts
 
-    return [] if source.problems else doubts(config_class(source.config["model_type"])(**source.config))
+    source = read_source(checkpoint)
+    return None if source.problems else config_class(source.config["model_type"])(**source.config)
 
 
 def _rules(source: DraftSource, left: str, right: str, options: Options) -> Iterator[Rule]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kconv.adapters.k2_config import vision_config
-from kconv.adapters.k2_layout import EXPERTS, VISION, K2Layout, k2_layout
+from kconv.adapters.k2_layout import EXPERTS, VISION, k2_layout
 from kconv.adapters.k2_source import ROOTS, Side
 from kconv.adapters.k2_vision import vision_sizes
+from kconv.adapters.k3_layout import K3Layout
 from kconv.errors import Problems
 from kconv.spec import Spec, dtype_name
 from kconv.synthesis.configs import END_OF_MESSAGE, EOS, MEDIA, generation_config, tokenizer_files
@@ -179,7 +180,7 @@ def _shard(name: str, layer: int | None, s: K2Shape) -> int:
     return s.layers + (2 if name.startswith(("vision_tower", "mm_projector")) else 1)
 
 
-def _tensors(s: K2Shape, layout: K2Layout, config: Json) -> Iterator[tuple[str, Spec, int | None]]:
+def _tensors(s: K2Shape, layout: K3Layout, config: Json) -> Iterator[tuple[str, Spec, int | None]]:
     side = Side("hf", s.root, dict(ROOTS)[s.root])
     plain = dtype_name(s.dtype)
     for row in layout.rows():
