@@ -17,8 +17,9 @@ from typing import Any
 
 from kconv.adapters import Options
 from kconv.adapters import k3_checks as checks
+from kconv.adapters.edits import put
 from kconv.adapters.formats import Form, plain
-from kconv.adapters.k2_config import hf_text_config, native_config, published_config
+from kconv.adapters.k2_config import config_edits, hf_text_config, native_config, published_config
 from kconv.adapters.k2_layout import EXPERTS, STACKED
 from kconv.adapters.k2_source import K2Source, Side, read_source
 from kconv.adapters.k2_vision import vision_rules
@@ -248,4 +249,6 @@ def _config(source: K2Source, options: Options, vision: bool, *, quantized: bool
             f"{source.checkpoint.where} has no kconv.json, so its published config is not known",
             hint="copy kconv.json from the conversion it came from, or use --to hf-text",
         )
-    return published_config(source.original_config, text, quantized=quantized)
+    made = published_config(source.original_config, text, quantized=quantized)
+    edits = config_edits(source.checkpoint.config, source.checkpoint.manifest) if source.native else {}
+    return put(made, edits, {}, source.notes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from kconv.adapters.edits import edited
 from kconv.adapters.k3_config import GENERATION_DEFAULTS, HINT, TOKEN_IDS, quantization, without_prefix
 from kconv.errors import KconvError
 from kconv.spec import FLOATS, SAFETENSORS_NAMES
@@ -111,3 +112,19 @@ def published_config(original: Config, text: Config, *, quantized: bool) -> Conf
     for holder in holders if not quantized else ():
         holder.pop("quantization_config", None)
     return config
+
+
+def config_edits(native: Config, manifest: Config | None) -> Config:
+    """What a native config says otherwise than the conversion that the manifest records wrote it; {} without one.
+
+    Keys that the conversion did not write are Transformers' own defaults, which saving adds; its `rope_parameters` hold theta.
+    """
+    original = (manifest or {}).get("source", {}).get("config")
+    if not original:
+        return {}
+    wrote = native_config(original, text_config(original), vision=False)
+    text = native.get("text_config") or native
+    found = {**text, **{k: native[k] for k in TOKEN_IDS if native.get(k) is not None}}
+    theta = (found.get("rope_parameters") or {}).get("rope_theta")
+    found |= {} if theta is None else {"rope_theta": theta}
+    return edited(wrote, {k: v for k, v in found.items() if k in wrote}, GENERATION_DEFAULTS | NOT_LIFTED)

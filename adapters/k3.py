@@ -22,15 +22,19 @@ from typing import Any
 
 from kconv.adapters import Options, nemo
 from kconv.adapters import k3_checks as checks
+from kconv.adapters.edits import put, refusals
 from kconv.adapters.formats import ACTIVATIONS
 from kconv.adapters.k3_config import (
+    NATIVE_ONLY,
     Config,
+    config_edits,
     cut_layers,
     hf_text_config,
     native_config,
     published_config,
     without_prefix,
 )
+from kconv.adapters.k3_dialects import NAMES
 from kconv.adapters.k3_experts import ExpertRules
 from kconv.adapters.k3_formats import SIDECAR, described
 from kconv.adapters.k3_layout import family
@@ -186,8 +190,10 @@ def _config(source: K3Source, options: Options, experts_format: str, block: Conf
     if options.dtype:
         text = {**text, "dtype": str(options.dtype)}
     text = {**text, "tie_word_embeddings": source.tied}
+    edits = _edits(source, options)
     if options.to == "hf":
         made = published_config(source.published_config(), text, quantized=block == KEPT)
+        made = put(made, edits, NAMES, source.notes)
         return placed(made, source.original_config, block) if isinstance(block, dict) else made
     lifted = checks.auto_map(text, present, source.notes)
     if options.to == "hf-text":
@@ -195,6 +201,15 @@ def _config(source: K3Source, options: Options, experts_format: str, block: Conf
         return made | ({"quantization_config": block} if isinstance(block, dict) else {})
     counts = {i: n for i, (n, _) in source.experts.items()}
     return native_config(text, experts_format=experts_format, counts=counts, layers=text["num_hidden_layers"])
+
+
+def _edits(source: K3Source, options: Options) -> Config:
+    """What someone changed in a native config since it was converted, for a target in published words."""
+    if options.to == "native":
+        return {}
+    edits = config_edits(source.checkpoint.config, source.checkpoint.manifest)
+    source.problems += refusals(edits, NATIVE_ONLY, options.to)
+    return {k: v for k, v in edits.items() if k not in NATIVE_ONLY}
 
 
 def _facts(source: K3Source, options: Options) -> Config:

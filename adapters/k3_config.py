@@ -16,6 +16,7 @@ import copy
 import re
 from typing import Any
 
+from kconv.adapters.edits import edited
 from kconv.adapters.k3_dialects import OWN_KEYS, in_published_words
 from kconv.errors import KconvError
 from kconv.spec import FLOATS, SAFETENSORS_NAMES
@@ -34,15 +35,30 @@ GENERATION_DEFAULTS = frozenset({
     "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16", "_name_or_path",
     "transformers_version", "torch_dtype",
 })  # fmt: skip
-# What leaving a key out means in a published config (Kimi-Linear's do); the native config says it, its defaults are Kimi K3's.
+# What leaving a key out means in a published config (Kimi-Linear's do): the published class's own default. The native config
+# says it, since its defaults are Kimi K3's.
 ABSENT: Config = {
     "hidden_act": "silu", "activation_situ_beta": None, "activation_situ_linear_beta": None, "attn_res_block_size": None,
     "routed_expert_hidden_size": None, "latent_moe_use_norm": False, "mla_use_output_gate": False, "q_lora_rank": None,
     "num_experts": None, "num_shared_experts": None, "num_key_value_heads": None, "first_k_dense_replace": 0,
+    "rms_norm_eps": 1e-6, "num_experts_per_token": None, "mla_use_nope": False, "moe_layer_freq": 1, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 1.0, "num_expert_group": 1, "topk_group": 1,
 }  # fmt: skip
+# What leaving a key out means in a native config: the defaults of `kconv.modeling.KimiK3TextConfig`, of what is computed.
+NATIVE_ABSENT: Config = {
+    "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "attn_res_block_size": 12,
+    "routed_expert_hidden_size": 3584, "latent_moe_use_norm": True, "mla_use_output_gate": True, "q_lora_rank": 1536,
+    "num_shared_experts": 2, "num_key_value_heads": None, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+    "num_experts_per_token": 16, "mla_use_nope": True, "moe_layer_freq": 1, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 1.0, "num_expert_group": 1, "topk_group": 1,
+    "mla_norm_eps": 1e-6, "residual_in_fp32": True, "initializer_range": 0.02, "max_position_embeddings": 1048576,
+    "use_cache": True,
+}  # fmt: skip
+NATIVE_ONLY = ("experts_format", "num_experts_per_layer", "mla_norm_eps", "residual_in_fp32")
 DSA = "dsa_config"
 HINT = "give the checkpoint's own config.json"
-TEXT_TYPES = ("kimi_linear", "kimi_k3_text", "kimi_k31", "kimi_k31_text")
+NATIVE_TYPE = "kimi_k3_text"
+TEXT_TYPES = ("kimi_linear", NATIVE_TYPE, "kimi_k31", "kimi_k31_text")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -59,7 +75,7 @@ def text_config(config: Config, *, trusted: bool = False) -> Config:
     if found not in TEXT_TYPES and not trusted:
         where = "text_config.model_type" if text is nested else "model_type"
         raise KconvError(f"config.json: {where} is {found!r}", hint=f"a K3 text model has one of {', '.join(TEXT_TYPES)}")
-    merged = in_published_words(text)
+    merged = (NATIVE_ABSENT if found == NATIVE_TYPE else {}) | in_published_words(text)
     for key in TOKEN_IDS:
         if config.get(key) is not None:
             merged[key] = config[key]
@@ -87,7 +103,7 @@ def native_config(text: Config, *, experts_format: str, counts: dict[int, int], 
     """The config of a native checkpoint: what computes, nothing else."""
     drop = GENERATION_DEFAULTS | OWN_KEYS | {"quantization_config", "auto_map", "architectures", "model_type", DSA}
     lifted = ABSENT | {k: copy.deepcopy(v) for k, v in text.items() if k not in drop}
-    lifted |= {"model_type": "kimi_k3_text", "architectures": ["KimiK3ForCausalLM"]}
+    lifted |= {"model_type": NATIVE_TYPE, "architectures": ["KimiK3ForCausalLM"]}
     lifted["experts_format"] = "packed" if experts_format == "packed" else "bf16"
     found = set(counts.values())
     if len(found) > 1:
@@ -99,7 +115,7 @@ def native_config(text: Config, *, experts_format: str, counts: dict[int, int], 
 
 def hf_text_config(config: Config, text: Config, root: str, *, quantized: bool) -> Config:
     """The text config as the checkpoint's own remote code reads it: names without the root's prefix."""
-    lifted = {k: copy.deepcopy(v) for k, v in text.items() if k != "quantization_config"}
+    lifted = {k: copy.deepcopy(v) for k, v in text.items() if k not in ("quantization_config", *NATIVE_ONLY)}
     lifted |= {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}
     if lifted.pop("indexer_config", None):  # Kimi K3.1's classes are not known: its own words stay
         own = config.get("text_config") or config
@@ -127,6 +143,18 @@ def published_config(original: Config, text: Config, *, quantized: bool) -> Conf
     for holder in holders if not quantized else ():
         holder.pop("quantization_config", None)
     return config
+
+
+def config_edits(native: Config, manifest: Config | None) -> Config:
+    """What a native config says otherwise than the conversion that the manifest records wrote it; {} without one."""
+    original = (manifest or {}).get("source", {}).get("config")
+    if native.get("model_type") != NATIVE_TYPE or not original:
+        return {}
+    wrote = NATIVE_ABSENT | native_config(text_config(original, trusted=True), experts_format="", counts={}, layers=0)
+    found = {**NATIVE_ABSENT, **native}
+    for config in (wrote, found):
+        config["num_key_value_heads"] = config["num_key_value_heads"] or config.get("num_attention_heads")
+    return edited(wrote, found, GENERATION_DEFAULTS | OWN_KEYS | {"quantization_config", "auto_map", DSA, "residual_in_fp32"})
 
 
 NAMING_LISTS = frozenset({"ignore", "targets", "exclude", "exclude_modules", "modules_to_not_convert", "ignored_layers"})

@@ -7,6 +7,7 @@
 | `layer_types`, where no `linear_attn_config` was given | `linear_attn_config` with `full_attn_layers`, `kda_layers` (1-based) |
 | `linear_num_heads`, `linear_head_dim`, ... | that block's `num_heads`, `head_dim`, ... |
 | `mlp_layer_types` | `first_k_dense_replace` |
+| nothing: its class never rotates | `mla_use_nope` |
 | `model_max_length`, `num_experts_per_tok`, ... | `max_position_embeddings`, `num_experts_per_token`, ... |
 """
 
@@ -39,6 +40,8 @@ def in_published_words(text: Config) -> Config:
             "kda_layers": [i for i, kind in enumerate(kinds, 1) if kind != "full_attention"],
             **{published: text[own] for own, published in LINEAR.items() if own in text},
         }
+    if "linear_num_heads" in text and "mla_use_nope" not in text:
+        added["mla_use_nope"] = True  # Transformers' class never rotates and has no key for it
     if isinstance(mlps, list) and text.get("first_k_dense_replace") is None:
         added["first_k_dense_replace"] = _leading_dense(mlps)
     return {**text, **added}

@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from kconv.adapters import Options
+from kconv.adapters.edits import refusals
+from kconv.adapters.k3_config import NATIVE_ONLY, config_edits
 from kconv.errors import KconvError
 from kconv.isos.abreast import Abreast
 from kconv.isos.base import Iso, Par, Same, Seq
@@ -39,7 +41,6 @@ EXPERTS = {"mlp.experts.gate_up_proj": "mlp.experts.gate_and_up_projs", "mlp.exp
 RENAMED = ATTENTION | EXPERTS
 BACK = {own: native for native, own in RENAMED.items()}
 SWAPPED = Transpose((0, 2, 1))
-NOT_WRITTEN = ("experts_format", "num_experts_per_layer", "mla_norm_eps", "residual_in_fp32")
 
 
 def is_nemo(checkpoint: Checkpoint) -> bool:
@@ -78,8 +79,10 @@ def layouts(checkpoint: Checkpoint, options: Options, native_layouts: Any) -> La
     if to_nemo and made.config.get("num_experts_per_layer"):
         said = "layers have different numbers of experts, which NeMo's class cannot be told"
         raise KconvError(said, hint="--to native keeps them")
+    edits = config_edits(checkpoint.config, checkpoint.manifest) if to_nemo else {}
     return dataclasses.replace(
         made,
+        problems=made.problems + refusals(edits, NATIVE_ONLY, NAME),
         rules=[_respelled(r, checkpoint, source=source, backward=made.backward) for r in made.rules],
         drops=[Drop(tuple(_renamed(n, RENAMED) for n in d.names), d.reason) for d in made.drops] if source else made.drops,
         config=_config(made.config) if to_nemo else made.config,
@@ -91,7 +94,7 @@ def layouts(checkpoint: Checkpoint, options: Options, native_layouts: Any) -> La
 
 def _config(native: dict[str, Any]) -> dict[str, Any]:
     """The text config under the type that NeMo's config class has; without our own keys."""
-    kept = {k: v for k, v in native.items() if k not in NOT_WRITTEN}
+    kept = {k: v for k, v in native.items() if k not in NATIVE_ONLY}
     return kept | {"model_type": "kimi_linear", "architectures": ["KimiK3ForCausalLM"]}
 
 
