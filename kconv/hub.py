@@ -8,6 +8,9 @@
 | 408, 5xx, no connection | retried with growing pauses, up to `hub_http.RETRIES` times in a row |
 | a signed link of the content store has run out (403) | a new one is fetched from the Hub |
 | 401, 403, 404 | one clear error at once: no such repository, revision or file, no token, gated |
+| the listing has a name, size or hash that cannot be one | refused before anything is read or written |
+| a file has another hash than the Hub states, or other bytes than were read of it before | fetched once more, then refused |
+| a server sends more than was asked for, or packs it | refused |
 | a server ignores Range | refused: reading 8 bytes must not fetch 16 GB |
 
 huggingface_hub 2.4 downloads into a unique temporary file and deletes it on failure, so a killed download of a 16 GB
@@ -31,6 +34,7 @@ from urllib.parse import quote
 
 from kconv import safe_paths
 from kconv.errors import Altered, EnvironmentLacks, KconvError, Problems
+from kconv.files import Files, LocalFiles
 from kconv.hub_answers import field, get_json, headers_for, origin, pages, refusal
 from kconv.hub_http import RETRY_STATUS, TIMEOUT, Again, explain, hopeless, pause, stated_pause, transport_error
 from kconv.printable import printable
@@ -38,6 +42,7 @@ from kconv.redaction import guard_logs
 
 SOURCE = re.compile(r"hf://(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@]+))?/?")
 
+BLOCK = 4 << 20
 LARGEST_FILE = 1 << 50
 MOST_SHOWN = 10
 
@@ -268,12 +273,22 @@ class HubFiles:
 
     def holds(self, name: str, path: Path) -> bool:
         """Whether a local file has the hash that the Hub states."""
-        if not path.is_file() or path.stat().st_size != self.size(name):
+        if not path.is_file():
+            return False
+        local = LocalFiles(path.parent)
+        try:
+            return self.states(name, local, path.name)
+        finally:
+            local.close()
+
+    def states(self, name: str, files: Files, theirs: str | None = None) -> bool:
+        """Whether a file of other files has the hash that the Hub states for `name`."""
+        theirs, size = theirs or name, self.size(name)
+        if files.size(theirs) != size:
             return False
         digest = self.digest(name)
-        with path.open("rb") as f:
-            while piece := f.read(1 << 20):
-                digest.update(piece)
+        for at in range(0, size, BLOCK):
+            digest.update(files.read(theirs, at, min(BLOCK, size - at)))
         return bool(digest.hexdigest() == self.fingerprint(name))
 
     def _hold_parts(self, name: str, path: Path) -> None:

@@ -10,7 +10,6 @@ from time import sleep, time
 from typing import Any, TypeVar
 
 from kconv.errors import EnvironmentLacks, KconvError
-from kconv.heartbeat import to_stderr
 from kconv.printable import printable
 from kconv.redaction import redacted
 
@@ -83,7 +82,8 @@ def pause(error: Exception, failures: int, name: str) -> None:
         raise EnvironmentLacks(f"{name}: rate limited for {wait:.0f} s", hint="run the same command again later") from None
     chosen = min(LONGEST_PAUSE, 2.0 ** (failures - 1)) if wait is None else wait
     if chosen >= WORTH_SAYING:
-        to_stderr(f"{name}: waiting {chosen:.0f} s ({redacted(printable(error) or type(error).__name__)})")
+        why = redacted(printable(error) or type(error).__name__)
+        print(f"{name}: waiting {chosen:.0f} s ({why})", file=sys.stderr, flush=True)
     sleep(chosen)
 
 

@@ -25,6 +25,7 @@ from kconv.errors import KconvError, Problems
 from kconv.folder_check import MAX_FILE, Contents, examine
 from kconv.hashing import stated
 from kconv.hub_http import patiently
+from kconv.redaction import redacted
 from kconv.report import human
 from kconv.upload import Repository, compare, same, send
 
@@ -104,7 +105,7 @@ def publish(
         data["commit"] = commit = repo.head()
         compare(repo, commit, hashes)
         tell(f"{len(hashes)} files of hf://{repo.repo_id}@{commit} have the local hashes")
-        data["url"] = f"{repo.api.endpoint}/{repo.repo_id}/tree/{commit}"
+        data["url"] = redacted(f"{repo.api.endpoint}/{repo.repo_id}/tree/{commit}")
     return data | {"revision": repo.ref, "pull_request": repo.pull_request_url}
 
 

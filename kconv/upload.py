@@ -19,11 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from kconv.content_hash import Hashes
 from kconv.errors import EnvironmentLacks, KconvError, Problems
 from kconv.heartbeat import alive
+from kconv.hub import HubFile, listing
+from kconv.hub_answers import headers_for, pages
 from kconv.hub_http import NO_TOKEN, patiently
+from kconv.printable import printable
+from kconv.redaction import guard_logs, redacted
 
 BATCH_FILES = 50
 BATCH_BYTES = 20 * 1000**3
@@ -54,6 +59,8 @@ class Repository:
             validate_repo_id(self.repo_id)
         except ValueError as e:
             raise KconvError(str(e)) from e
+        guard_logs()
+        headers_for(self.token)  # refuses a token that is none before anything is asked
         self.api = HfApi(token=self.token)
         self.name = f"hf://{self.repo_id}"
 
@@ -144,32 +151,30 @@ class Repository:
 
         self.ref = self.pull_request = patiently(attempt, self.name)
 
-    def files(self, revision: str | None = None) -> dict[str, Any]:
+    def files(self, revision: str | None = None) -> dict[str, HubFile]:
         """The files of the ref (or of a commit) by path; those of main while the ref is missing."""
-        from huggingface_hub.hf_api import RepoFile
-
         if not self.exists:
             return {}
         revision = revision or ("main" if self.branch_missing else self.ref)
-        listed = patiently(lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=revision)), self.name)
-        return {f.path: f for f in listed if isinstance(f, RepoFile)}
+        url = f"{self.api.endpoint}/api/models/{self.repo_id}/tree/{quote(revision, safe='')}?recursive=true"
+        return listing(pages(url, headers_for(self.token), self.name), self.name)
 
     @property
     def pull_request_url(self) -> str | None:
         """The page of the pull request."""
         number = self.pull_request.rsplit("/", 1)[1] if self.pull_request else None
-        return f"{self.api.endpoint}/{self.repo_id}/discussions/{number}" if number else None
+        return redacted(f"{self.api.endpoint}/{self.repo_id}/discussions/{number}") if number else None
 
     def head(self) -> str:
         """The commit the ref points to."""
         return str(patiently(lambda: self.api.model_info(self.repo_id, revision=self.ref), self.name).sha)
 
 
-def same(remote: Any, local: Hashes) -> bool:
+def same(remote: HubFile | None, local: Hashes) -> bool:
     """Whether a file of the Hub has the content of a local one."""
     if remote is None or remote.size != local.size:
         return False
-    return remote.lfs.sha256 == local.sha256 if remote.lfs else remote.blob_id == local.git_sha1
+    return remote.sha256 == local.sha256 if remote.sha256 else remote.git_sha1 == local.git_sha1
 
 
 def batches(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -218,7 +223,7 @@ def send(
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return redacted(printable((str(error).strip() or type(error).__name__).splitlines()[0]))
 
 
 def compare(repo: Repository, commit: str, hashes: Mapping[str, Hashes]) -> None:

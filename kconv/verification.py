@@ -5,6 +5,7 @@
 | every source tensor that was claimed | the inverse of the plan, computed from the written files, against the source's bytes |
 | plans that have no exact inverse (no sidecar, a lossy cast) | the plan run forward again, against the written bytes |
 | every file of the folder | size and digest against the manifest, and the manifest against its own seal |
+| config, tokenizer and other side files; files that were added | against the source (`kconv.beside`) |
 | what the plan left out | named with its reason, and counted as dropped, not as missing |
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from kconv import beside
 from kconv import manifest as manifests
 from kconv.conversion import default_workers, plan
 from kconv.errors import KconvError
@@ -139,6 +141,7 @@ def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: 
     changed = forward.digest != manifest["plan_digest"]
     if changed:
         result["files"].append("the source's tensors or the options are not those of the manifest: its plan digest differs")
+    result["files"] += [line for line in beside.differences(files, manifest, forward) if line not in result["files"]]
     exact = forward.grade <= Grade.EXACT_WITH_SIDECAR
     checked = inverse(forward, made) if exact else forward
     against = forward.source if exact else made

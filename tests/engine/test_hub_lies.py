@@ -15,6 +15,7 @@ import kconv
 from kconv import hub_http
 from kconv.cli import cli
 from kconv.errors import KconvError
+from tests.adapters.test_verify_beside import reseal
 from tests.builders import small_k3
 from tests.engine.faults import tree
 from tests.hubserver.fixtures import hub, hub_token
@@ -128,6 +129,20 @@ def test_work_that_was_done_is_kept_when_a_later_shard_is_altered(hub: HubServer
     assert (tmp_path / ".out.partial").exists()
     hub.faults.clear()
     assert kconv.convert(f"hf://{REPO}", tmp_path / "out", resume=True, **options)["resumed_slabs"] > 0
+
+
+def test_verify_holds_side_files_against_the_hashes_of_the_hub(hub: HubServer, published: Path, tmp_path: Path) -> None:
+    hub.seed_folder(REPO, published)
+    out = tmp_path / "out"
+    kconv.convert(f"hf://{REPO}", out)
+    assert kconv.verify(out)["ok"]
+    served = hub.served()
+    (out / "tiktoken.model").write_bytes(SIDE["tiktoken.model"].replace(b"0", b"1"))
+    reseal(out)
+    ran = CliRunner().invoke(cli, ["verify", str(out), "--json"])
+    assert ran.exit_code == 1
+    assert json.loads(ran.stdout)["files"] == ["tiktoken.model differs from the source's"]
+    assert hub.served() - served < sum(p.stat().st_size for p in published.iterdir())
 
 
 def test_a_password_in_the_address_is_not_said(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
