@@ -22,7 +22,7 @@ def mutate(folder: Path, rng: Random, decoy: Path, *, favour: str = "", hidden: 
     for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
         path = _chosen(folder, rng, favour, hidden)
         if path is not None:
-            said.append(f"{path.relative_to(folder)}: {_once(path, rng, decoy)}")
+            said.append(f"{path.relative_to(folder)}: {_tried(path, rng, decoy)}")
     if (folder / MANIFEST).is_file() and not (folder / MANIFEST).is_symlink() and rng.random() < 0.5:
         said += _resealed(folder / MANIFEST)
     return said
@@ -39,6 +39,14 @@ def _chosen(folder: Path, rng: Random, favour: str, hidden: bool) -> Path | None
     if shards and rng.random() < 0.4:
         return rng.choice(shards)
     return rng.choice(files) if files else None
+
+
+def _tried(path: Path, rng: Random, decoy: Path) -> str:
+    """One mutation; an earlier one may have left a folder where this one would put a file."""
+    try:
+        return _once(path, rng, decoy)
+    except (FileExistsError, NotADirectoryError, IsADirectoryError) as e:
+        return f"nothing: {e.strerror}"
 
 
 def _once(path: Path, rng: Random, decoy: Path) -> str:

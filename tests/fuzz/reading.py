@@ -48,7 +48,7 @@ def tensors(folder: Path) -> Tensors | None:
         files = [plain] if plain.exists() else sorted(folder.glob("*.safetensors"))
         files = files if weight_map is None else [folder / f for f in sorted(set(weight_map.values()))]
         found: Tensors = {}
-        if any(file.stat().st_size > MOST_READ for file in files):
+        if any(not file.is_file() or file.stat().st_size > MOST_READ for file in files):
             return None
         for file in files:
             for name, row in deserialize(file.read_bytes()):
@@ -62,7 +62,8 @@ def tensors(folder: Path) -> Tensors | None:
 def parsed(path: Path) -> Any:
     """A JSON file's value, as text so that NaN equals itself; None if it is none."""
     try:
-        return json.dumps(json.loads(path.read_bytes()), sort_keys=True)
+        readable = path.is_file() and path.stat().st_size < MOST_READ
+        return json.dumps(json.loads(path.read_bytes()), sort_keys=True) if readable else None
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -22,12 +22,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 from tests.fuzz.scenes import SCENES, SHARES
-from tests.fuzz.trial import Trial, memory
+from tests.fuzz.trial import Trial, memory, short
 
-SECONDS = 45
+SECONDS, GRACE = 45, 15
 MOST_SPACE = 2 << 30
 
 
@@ -84,7 +85,7 @@ class Runner:
             os.setsid()
             _trial(self.folder / f"{kind}-{number}", self.bases, kind, f"{self.seed}/{kind}/{number}", write)
         os.close(write)
-        return Child(Verdict(kind, number), pid, read, time.monotonic() + SECONDS)
+        return Child(Verdict(kind, number), pid, read, time.monotonic() + SECONDS + GRACE)
 
     def _ended(self, children: dict[int, Child]) -> Iterator[Verdict]:
         """Wait a while, collect what children said, and the verdicts of those that ended or are too late."""
@@ -95,7 +96,7 @@ class Runner:
             if not piece:
                 yield self._verdict(children.pop(pipe))
         for child in [c for c in children.values() if time.monotonic() > c.deadline]:
-            child.verdict.failures.append(f"timeout: {SECONDS} s")
+            child.verdict.failures.append(f"timeout: {SECONDS + GRACE} s, and no alarm was heard")
             yield self._verdict(children.pop(child.pipe))
 
     def _verdict(self, child: Child) -> Verdict:
@@ -131,15 +132,26 @@ def plan_of(trials: int, kind: str | None) -> list[tuple[str, int]]:
 
 
 def _trial(folder: Path, bases: Path, kind: str, seed: str, pipe: int) -> None:
-    """Run one trial in this process, say its verdict through the pipe, and end."""
+    """Run one trial in this process, say its verdict through the pipe, and end; an alarm says where a late one stands."""
     shutil.rmtree(folder, ignore_errors=True)
     trial = Trial(folder, Random(seed))
+
+    def late(_number: int, frame: FrameType | None) -> None:
+        trial.fail("timeout", short("".join(traceback.format_stack(frame))))
+        _say(trial, pipe)
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
     try:
         _furnish(trial)
         _limit()
         SCENES[kind](trial, bases)
     except BaseException:
         trial.fail("harness", traceback.format_exc()[-500:])
+    _say(trial, pipe)
+
+
+def _say(trial: Trial, pipe: int) -> None:
     said: dict[str, Any] = {
         "codes": [r.code for r in trial.ran], "commands": [" ".join(r.args) for r in trial.ran],
         "mutations": trial.mutations, "failures": trial.failures,

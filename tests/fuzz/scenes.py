@@ -16,6 +16,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,12 @@ def _holds(t: Trial, source: str, answer: dict[str, Any]) -> None:
         t.fail("false answer", f"convert ends with 0, verify does not: {t.ran[-1].said or t.ran[-1].out[:300]}")
     if answer.get("grade") not in EXACT:
         return
-    manifest = json.loads((t.area / "out" / "kconv.json").read_bytes())
-    if manifest["to"] == manifest["from"]:
-        back = "out"
+    if json.loads((t.area / "out" / "kconv.json").read_bytes())["to"] == "hf":
+        _same(t, t.area / source, t.area / "out")
+    elif t.run("convert", "out", "back", "--to", "hf", writes="back").code != 0:
+        t.fail("false grade", f"{answer['grade']}, but the way back is refused: {t.ran[-1].said}")
     else:
-        back = "back"
-        if t.run("convert", "out", "back", "--to", manifest["from"], writes="back").code != 0:
-            t.fail("false grade", f"{answer['grade']}, but the way back is refused: {t.ran[-1].said}")
-            return
-    _same(t, t.area / source, t.area / back)
+        _same(t, t.area / source, t.area / "back")
 
 
 def _same(t: Trial, first: Path, second: Path) -> None:
@@ -77,11 +75,14 @@ def _same(t: Trial, first: Path, second: Path) -> None:
     if expected is None or found is None:
         t.fail("false answer", f"the safetensors library cannot read {first.name if expected is None else second.name}")
         return
-    narrowed = {n for n in expected if n not in found and VISION.search(n)}
-    layers = "--layers" in t.ran[0].args
-    wrong = [n for n in different(expected, found) if n not in narrowed and not (layers and n not in found)]
-    if wrong:
-        t.fail("false answer", f"{len(wrong)} tensors differ from the source's, {wrong[0]}")
+    if "keep" not in t.ran[0].args:  # a text model may have a root of its own
+        expected, found = ({n.removeprefix("language_model."): d for n, d in held.items()} for held in (expected, found))
+    narrowed = {n for n in expected if n not in found and (VISION.search(n) or "--layers" in t.ran[0].args)}
+    if "hf-text" in t.ran[0].args:  # one published layout to another: A_log stays in the form of the one in between
+        narrowed |= {n for n in expected if n.endswith("A_log")}
+    if wrong := [n for n in different(expected, found) if n not in narrowed]:
+        ways = dict(Counter("lacking" if n not in found else "more" if n not in expected else "changed" for n in wrong))
+        t.fail("false answer", f"of the source's tensors {ways}, {wrong[0]}: {expected.get(wrong[0])}, {found.get(wrong[0])}")
     for name in SIDE:
         if (first / name).is_file() and contents(first).get(name) != contents(second).get(name):
             t.fail("false answer", f"{name} differs from the source's")
@@ -97,18 +98,24 @@ def converted(t: Trial, bases: Path) -> None:
     copied(bases / of, t.area / "src")
     copied(bases / "converted" / name, t.area / "out")
     t.mutations = mutate(t.area / "out", t.rng, t.decoy, favour="kconv")
-    was, now = (_named(contents(p)) for p in (bases / "converted" / name, t.area / "out"))
+    was, now = (_held(p) for p in (bases / "converted" / name, t.area / "out"))
     if t.rng.random() < 0.6:
         ran = t.run("verify", "out", "--source", "src")
         if ran.code == 0 and was != now:
             changed = sorted(n for n in was.keys() | now.keys() if was.get(n) != now.get(n))
             t.fail("false answer", f"verify says identical, {', '.join(changed[:4])} changed")
-        elif ran.code == 1 and was == now and contents(t.area / "out") == contents(bases / "converted" / name):
-            t.fail("false answer", f"verify says no, nothing changed: {ran.out[:200]}")
     elif t.rng.random() < 0.7:
         _back(t, name)
     else:
         t.run(t.rng.choice(["inspect", "plan"]), "out")
+
+
+def _held(folder: Path) -> dict[str, Any]:
+    """What a conversion states of a folder: its tensors where the library can read them, the other files' bytes."""
+    named, held = _named(contents(folder)), tensors(folder)
+    if held is None:
+        return dict(named)
+    return {n: d for n, d in named.items() if not n.endswith(".safetensors")} | held
 
 
 def _named(found: dict[str, str]) -> dict[str, str]:
@@ -140,7 +147,8 @@ def resumed(t: Trial, bases: Path) -> None:
     if ran.code == 0 and _named(contents(t.area / "src")) == _named(contents(bases / "source" / "k3")):
         made, right = (_named(contents(p)) for p in (t.area / "out", bases / "converted" / "native"))
         wrong = sorted(n for n in made.keys() | right.keys() if made.get(n) != right.get(n))
-        if wrong:
+        # what was recorded as synced is not read again: a damaged byte there is for `verify` to find
+        if wrong and t.run("verify", "out", "--source", "src").code == 0:
             t.fail("false answer", f"resumed to another result: {', '.join(wrong[:4])}")
     if ran.code == 0 and partial.exists():
         t.fail("left behind", ".out.partial after exit 0")
@@ -321,7 +329,7 @@ def client_of(url: str, home: Path) -> None:
     constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
     constants.HF_HUB_DISABLE_XET = True
     pause = time.sleep
-    http.sleep = lambda seconds: pause(0.0001 if float(seconds) else 0)
+    http.sleep = time.sleep = lambda seconds: pause(0.0001 if seconds else 0)
 
 
 SCENES: dict[str, Callable[[Trial, Path], None]] = {

@@ -11,18 +11,20 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
+import logging
 import os
 import re
+import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import IO, Any
 
-MOST_GROWTH = 700 << 20
+MOST_GROWTH, MOST_SAID = 700 << 20, 8 << 20
 CODES = {0, 1, 2, 3, 130}
 UNEXPECTED = re.compile(r"unexpected|please report|internal error|Traceback", re.IGNORECASE)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
@@ -125,27 +127,46 @@ def called(args: list[str]) -> tuple[int, str, str, str]:
     """(exit code, stdout, stderr, traceback of what escaped) of a command line in this process."""
     from kconv.cli import main
 
-    out, err = io.BytesIO(), io.BytesIO()
     code, trace = 0, ""
-    with _streams(out, err):
-        try:
-            main(args)
-        except SystemExit as e:
-            code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
-        except BaseException:
-            code, trace = 1, traceback.format_exc()
-    return code, out.getvalue().decode("utf-8", "replace"), err.getvalue().decode("utf-8", "replace"), trace
+    with tempfile.TemporaryFile(dir="/dev/shm") as out, tempfile.TemporaryFile(dir="/dev/shm") as err:
+        with _streams(out.fileno(), err.fileno()):
+            try:
+                main(args)
+            except SystemExit as e:
+                code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+            except BaseException:
+                code, trace = 1, traceback.format_exc()
+        return code, _text(out), _text(err), trace
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MOST_SAID).decode("utf-8", "replace")
 
 
 @contextlib.contextmanager
-def _streams(out: io.BytesIO, err: io.BytesIO) -> Iterator[None]:
-    """stdout and stderr as a UTF-8 locale gives them: the one strict, the other escaping."""
-    stdout = io.TextIOWrapper(out, "utf-8", errors="strict", write_through=True)
-    stderr = io.TextIOWrapper(err, "utf-8", errors="backslashreplace", write_through=True)
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+def _streams(out: int, err: int) -> Iterator[None]:
+    """The process's own stdout and stderr lead to these descriptors, as in a UTF-8 locale: the one strict, the other escaping."""
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
+        stream.flush()
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - closed below, as Python does at its end
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.stream = sys.stderr
+    try:
         yield
-    stdout.detach()
-    stderr.detach()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = streams
+        for number, copy in kept:
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def short(trace: str) -> str:
