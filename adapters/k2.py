@@ -95,6 +95,8 @@ class _Rules:
         self.forms: set[Form] = set()
         dtype = source.layout.config.get("dtype")
         self.floats = {dtype_name(dtype), "F32"} if dtype else set(FLOATS)
+        if dtype and source.side.name == "native":
+            self.floats |= checks.published_dtype(source.original_config)
 
     def rows(self) -> Iterator[Rule]:
         """Every row of the table but the routed experts."""

@@ -20,10 +20,19 @@ from kconv.errors import KconvError
 from kconv.names import folded
 from kconv.side_files import absent_modules
 from kconv.source import Checkpoint
+from kconv.spec import SAFETENSORS_NAMES
 
 Config = dict[str, Any]
 HEAD = "lm_head.weight"
 MOST_PADDED = 1 << 20
+
+
+def published_dtype(config: Config) -> set[str]:
+    """The dtype of the config that a native checkpoint was made from, by its safetensors name; empty where it says none."""
+    nested = config.get("text_config")
+    parts = [part for part in (nested, config) if isinstance(part, dict)]
+    said = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
+    return {SAFETENSORS_NAMES[name] for name in map(str, said) if name in SAFETENSORS_NAMES}
 
 
 def example(checkpoint: Checkpoint, names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kconv.adapters import Options
+from kconv.adapters import k3_checks as checks
 from kconv.adapters.formats import FP8_BLOCK, Form, plain
 from kconv.adapters.k3_layout import Row
 from kconv.adapters.k3_source import K3Source, Side
@@ -158,9 +159,12 @@ class RowRules:
         return self.source.layout.shape(row.shape, **counts), self.source.layout.formula(row.shape, **counts)
 
     def _floats(self) -> set[str]:
-        """Dtypes that a plain tensor of the left side may have: the config's or F32, and what a cast makes."""
+        """Dtypes that a plain tensor of the left side may have: the configs' (what no cast touches keeps the source's), F32,
+        and what a cast makes."""
         dtype = self.source.layout.config.get("dtype")
         allowed = {dtype_name(dtype), "F32"} if dtype else set(FLOATS)
+        if dtype and self.source.side.name == "native":
+            allowed |= checks.published_dtype(self.source.original_config)
         if self.options.dtype and self.left != self.source.side:
             allowed.add(dtype_name(self.options.dtype))
         return allowed

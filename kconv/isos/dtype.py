@@ -2,11 +2,12 @@
 
 | iso | forward | backward | grade |
 |---|---|---|---|
-| `Cast(left, right)`, right wider | exact | refuses a value that does not come back | exact |
-| `Cast(left, right)`, right narrower | refuses a value that `right` does not hold | exact | exact |
+| `Cast(left, right)`, right wider | exact | refuses a value that does not come back | value-exact |
+| `Cast(left, right)`, right narrower | refuses a value that `right` does not hold | exact | value-exact |
 | `Cast(left, right, lossy=True)` | rounds to nearest even, refuses overflow | widens | lossy |
 
-Exact is by bits: -0, subnormals and NaN payloads count. A lossy cast from fp64 rounds by way of fp32, as torch does.
+Exact is by bits: -0, subnormals and NaN payloads count. What is lost is the dtype: no layout records the one that a tensor
+had before, so the way back has the same values in the new one, and the grade says value-exact. A lossy cast from fp64 rounds by way of fp32, as torch does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Cast(Iso):
 
     @property
     def grade(self) -> Grade:
-        return Grade.LOSSY if self.lossy else Grade.EXACT
+        return Grade.LOSSY if self.lossy else Grade.EXACT if self.left == self.right else Grade.VALUE_EXACT
 
     def _to(self, specs: Specs, source: str, target: str) -> Specs:
         expect.count("casting", specs, 1)
