@@ -3,23 +3,27 @@
 | checked | refused when |
 |---|---|
 | length | longer than 100 MB or than the file |
-| JSON | not an object, nested without end, a name twice |
+| JSON | not an object, not UTF-8, nested without end, a name twice, `__metadata__` that is no map of texts |
+| each name | it holds control characters |
 | each tensor | unknown dtype, a shape that is no list of counts, odd 4-bit codes, bytes that differ from dtype x shape |
 | all of them | they overlap, leave holes, or do not end where the file ends |
 """
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass, field
 from typing import Any
 
+from kconv import json_text
 from kconv.files import Files
+from kconv.printable import printable
 from kconv.spec import BITS, Spec
 
 MAX_HEADER = 100_000_000
 MAX_DIMENSION = 1 << 62
+MAX_AXES = 64
+KEYS = (b"dtype", b"shape", b"data_offsets")
 
 
 @dataclass
@@ -34,6 +38,7 @@ def read_tensors(files: Files, shard: str) -> Header:
     """The tensors of a file; raises ValueError saying what is wrong where its header cannot be trusted."""
     size = files.size(shard)
     header, base = read_header(files, shard, size)
+    _check_names(header)
     rows = sorted((_offsets(name, info), name) for name, info in header.items() if name != "__metadata__")
     found, at = Header(), 0
     specs: dict[tuple[Any, ...], Spec] = {}
@@ -47,6 +52,12 @@ def read_tensors(files: Files, shard: str) -> Header:
     if base + at != size:
         found.problem = _size_problem(found.tensors, size, base + at)
     return found
+
+
+def _check_names(header: dict[str, Any]) -> None:
+    hidden = next((name for name in header if printable(name) != name), None)
+    if hidden is not None:
+        raise ValueError(f"the name of tensor {printable(hidden)} holds control characters")
 
 
 def _offsets(name: str, info: Any) -> tuple[int, int]:
@@ -70,8 +81,10 @@ def _spec(name: str, info: dict[str, Any], seen: dict[tuple[Any, ...], Spec]) ->
 def _checked_spec(name: str, dtype: Any, shape: Any) -> Spec:
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"tensor {name} has the unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(type(n) is int for n in shape):
-        raise ValueError(f"tensor {name} has the shape {shape!r}, which is no list of counts")
+    if not isinstance(shape, list) or not all(type(n) is int for n in shape[:MAX_AXES]):
+        raise ValueError(f"tensor {name} has the shape {repr(shape)[:200]}, which is no list of counts")
+    if len(shape) > MAX_AXES:
+        raise ValueError(f"tensor {name} has {len(shape):,} axes, more than {MAX_AXES}")
     if not all(0 <= n < MAX_DIMENSION for n in shape):
         raise ValueError(f"tensor {name} has the impossible shape {shape}")
     if dtype == "F4" and (not shape or shape[-1] % 2):
@@ -101,37 +114,21 @@ def read_header(files: Files, shard: str, size: int) -> tuple[dict[str, Any], in
     if size < 8:
         raise ValueError(f"{size} bytes are too short for a safetensors header")
     (length,) = struct.unpack("<Q", files.read(shard, 0, 8))
-    if length > MAX_HEADER or length > size - 8:
+    if length > size - 8:
         raise ValueError(f"declares a header of {length:,} bytes in a file of {size:,}: truncated, or no safetensors file")
+    if length > MAX_HEADER:
+        raise ValueError(f"has a header of {length:,} bytes; safetensors allows {MAX_HEADER:,}, and no reader takes more")
     blob = files.read(shard, 8, length)
-    header = parse(blob, "header")
-    if blob.count(b'"data_offsets"') > len(header) - ("__metadata__" in header):
-        parse(blob, "header", unique=True)
+    if blob[:1] != b"{":
+        raise ValueError("header is not JSON that begins with {")
+    header = json_text.parse(blob, "header", unique=False)
+    tensors = len(header) - ("__metadata__" in header)
+    if b"\\u" in blob or any(blob.count(b'"%b"' % key) != tensors for key in KEYS):
+        json_text.parse(blob, "header")  # a name or a key may be there twice, which this says
+    _check_metadata(header.get("__metadata__", {}))
     return header, 8 + length
 
 
-def parse(blob: bytes, what: str, *, unique: bool = False) -> dict[str, Any]:
-    """A JSON object; raises ValueError where it is none, and with `unique` where one has a key twice."""
-    try:
-        value = json.loads(blob, object_pairs_hook=_no_twins if unique else None)
-    except RecursionError:
-        raise ValueError(f"{what} is not JSON: it is nested without end") from None
-    except _Twice as e:
-        raise ValueError(f"{what} names {e} twice") from None
-    except ValueError as e:
-        raise ValueError(f"{what} is not JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is not a JSON object")
-    return value
-
-
-class _Twice(ValueError):
-    """A key that an object has twice."""
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _Twice(next(key for i, key in enumerate(keys) if key in keys[:i]))
-    return result
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("header has a __metadata__ that does not lead from texts to texts")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kconv.direct import PAGE
+from kconv.errors import KconvError
 from kconv.files import LocalFiles
-from kconv.headers import read_header
+from kconv.headers import MAX_HEADER, read_header
 from kconv.plans import Target
 from kconv.source import GROUPS, index_name
 from kconv.spec import BITS, Spec
@@ -65,6 +66,12 @@ def _file(name: str, group: str, specs: Mapping[str, Spec]) -> OutFile:
     if any(at % max(1, BITS[specs[n].dtype] // 8) for n, at in starts.items()):
         ordered = sorted(specs, key=lambda n: -BITS[specs[n].dtype])
         header, starts = safetensors_header({n: specs[n] for n in ordered})
+    if len(header) - 8 > MAX_HEADER:
+        raise KconvError(
+            f"{name} would have a header of {len(header) - 8:,} bytes for its {len(specs):,} tensors; no reader takes more than "
+            f"{MAX_HEADER:,}",
+            hint="a smaller --shard-size makes more files with fewer tensors each",
+        )
     size = len(header) + sum(s.nbytes for s in specs.values())
     return OutFile(name, group, header, size, starts)
 

@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv import headers, safe_paths
+from kconv import headers, json_text, safe_paths
 from kconv.errors import KconvError, Problems
 from kconv.files import Files, open_files
 from kconv.manifest_check import checked
 from kconv.names import folded
+from kconv.printable import printable
 from kconv.spec import Spec
 
 GROUPS = ("model", "vision", "sidecar")
@@ -37,6 +38,7 @@ MOST_SHOWN = 20
 NEXT = {
     "file": "fetch the named files again",
     "index": "fetch the index that belongs to these shards, or remove it: the shards are then read by their own headers",
+    "name": "rename or remove what has such a name",
     "path": "do not trust where these names come from: a checkpoint's files lie in its own folder",
     "link": "copy the file into the folder, or give the folder it leads to",
     "twice": "--follow-index reads each tensor from the file its index names",
@@ -140,6 +142,7 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     _refuse_unfinished(files, names)
     faults.add("path", safe_paths.faults(n for n in names if not safe_paths.is_leftover(n))[:MOST_SHOWN])
     faults.add("link", unsafe_links(files))
+    faults.add("name", (f"the name of {printable(n)} holds control characters or is no text" for n in names if printable(n) != n))
     faults.raise_any()
     config = read_json(files, "config.json") if "config.json" in names else {}
     index, metadata = _indexed(files, names, faults)
@@ -282,10 +285,15 @@ def unsafe_links(files: Files) -> list[str]:
     return getattr(files, "unsafe_links", list)()
 
 
-def read_json(files: Files, name: str, *, unique: bool = False) -> dict[str, Any]:
-    """A JSON object of a source; raises KconvError where it cannot be read or is none."""
+def read_json(files: Files, name: str) -> dict[str, Any]:
+    """A JSON object of a source; raises KconvError where it cannot be read, is too large, or is none (`kconv.json_text`)."""
+    most = json_text.MOST_INDEX if name.endswith(".index.json") else json_text.MOST
     try:
-        return headers.parse(files.read(name), f"{files.where}/{name}", unique=unique)
+        size = files.size(name)
+        if size > most:
+            what = f"{files.where}/{name} has {size:,} bytes; no such file has more than {most:,}"
+            raise KconvError(what, hint="fetch the file again")
+        return json_text.parse(files.read(name, 0, size), f"{files.where}/{name}")
     except OSError as e:
         raise KconvError(f"cannot read {files.where}/{name}: {e.strerror}", hint="check its permissions and the disk") from e
     except ValueError as e:
@@ -301,13 +309,15 @@ def _indexed(files: Files, names: list[str], faults: Faults) -> tuple[dict[str, 
         if name not in names:
             continue
         merged = {} if merged is None else merged
-        index = read_json(files, name, unique=True)
+        index = read_json(files, name)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
             faults.add("index", [f"{name} has no weight_map from tensor names to file names"])
             continue
         if group == "model" and isinstance(index.get("metadata"), dict):
             metadata = index["metadata"]
+        hidden = [n for n in {*weight_map, *weight_map.values()} if printable(n) != n]
+        faults.add("name", (f"{name} names {printable(n)}, which holds control characters" for n in hidden[:MOST_SHOWN]))
         faults.add("index", [f"{n} is named by two indexes, {name} is one" for n in weight_map if n in merged][:MOST_SHOWN])
         _check_shards(files, names, name, set(weight_map.values()), faults)
         merged.update(weight_map)

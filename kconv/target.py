@@ -16,7 +16,6 @@ A checkpoint that kconv converted speaks for its source: `kconv.json` holds its 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +26,7 @@ from kconv import digests
 from kconv.errors import KconvError
 from kconv.files import Files, open_files
 from kconv.headers import read_tensors
-from kconv.source import MANIFEST, Entry
+from kconv.source import MANIFEST, Entry, read_json
 
 UNKNOWN = "unknown"
 SHA = re.compile(r"[0-9a-f]{40}")
@@ -178,10 +177,7 @@ class Target:
     def _json(self, name: str) -> Any:
         if name not in self.files.names():
             return None
-        try:
-            return json.loads(self.files.read(name))
-        except ValueError as e:
-            raise KconvError(f"{self.where}/{name} is not JSON: {e}", hint="fetch the file again") from e
+        return read_json(self.files, name)
 
     def _sha256(self, name: str) -> str:
         stated = getattr(getattr(self.files, "files", {}).get(name), "sha256", None)

@@ -7,7 +7,8 @@
 | `Cast(left, right, lossy=True)` | rounds to nearest even, refuses overflow | widens | lossy |
 
 Exact is by bits: -0, subnormals and NaN payloads count. What is lost is the dtype: no layout records the one that a tensor
-had before, so the way back has the same values in the new one, and the grade says value-exact. A lossy cast from fp64 rounds by way of fp32, as torch does.
+had before, so the way back has the same values in the new one, and the grade says value-exact.
+A lossy cast from fp64 rounds by way of fp32, as torch does.
 """
 
 from __future__ import annotations

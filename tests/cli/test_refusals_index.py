@@ -100,7 +100,7 @@ def test_index_entry_outside_the_folder(unsafe: str, src: Path, tmp_path: Path) 
     edit(src, lambda files: files.__setitem__(HEAD, unsafe))
     message = refused(src, tmp_path / "out")
     assert f"{INDEX} names the file {unsafe!r}: only plain names inside the folder are allowed" in message
-    assert "do not trust this index" in message
+    assert "do not trust" in message
 
 
 def test_index_entry_that_is_a_pickle(src: Path, tmp_path: Path) -> None:

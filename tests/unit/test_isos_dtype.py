@@ -25,7 +25,7 @@ def test_widening_returns_the_bits_and_the_numbers(narrow, wide):
     left = finite(Spec(narrow, (64, 33)))
     (right,) = round_trip(Cast(narrow, wide), [left])
     assert torch.equal(right, left.to(torch_dtype(wide)))
-    assert Cast(narrow, wide).grade is Grade.EXACT
+    assert Cast(narrow, wide).grade is Grade.VALUE_EXACT
 
 
 @pytest.mark.parametrize("narrow, wide", WIDENING)
