@@ -118,8 +118,13 @@ def _cannot_list(error: OSError) -> None:
 
 
 def _in_store(target: Path, root: Path) -> bool:
-    """Whether a link's target is a blob of the content store that `root` is a snapshot of."""
-    return target.parent.name == "blobs" and target.parent.parent in root.parents
+    """Whether a link ends at a blob of the repository that `root` is a snapshot of, or of its cache (`kconv.hub_cache`)."""
+    if target.parent.name == "blobs":
+        return target.parent.parent in root.parents
+    shared = target.parent.parent
+    hashed = re.fullmatch(r"[0-9a-f]{64}", target.name) and target.parent.name == target.name[:2]
+    repo = next((p.parent for p in root.parents if p.name == "snapshots"), None)
+    return bool(hashed and shared.name == "blobs" and repo and repo.name.startswith("models--") and shared.parent == repo.parent)
 
 
 class LocalFiles:
@@ -153,7 +158,7 @@ class LocalFiles:
             name, target = path.relative_to(self.root), path.resolve()
             if not target.exists():
                 found.append(f"{name} is a link to {os.readlink(path)}, which is not there")
-            elif not target.is_relative_to(root) and not _in_store(target, root):
+            elif not target.is_relative_to(root) and not _in_store(target, root) and not os.environ.get("KCONV_FOLLOW_LINKS"):
                 found.append(f"{name} is a link that leads out of the folder, to {os.readlink(path)}")
         return found
 
@@ -234,9 +239,9 @@ def open_files(source: str | os.PathLike[str]) -> Files:
     """The files of SOURCE: a folder, one `.safetensors` file, or `hf://owner/name[@revision]`."""
     text = str(source)
     if text.startswith("hf://"):
-        from kconv.hub import HubFiles
+        from kconv.hub import open_hub
 
-        return HubFiles(text)
+        return open_hub(text)
     path = Path(source)
     try:
         there, is_file = path.exists(), path.is_file()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from kconv import safe_paths
+from kconv import hub_cache, safe_paths
 from kconv.errors import Altered, EnvironmentLacks, KconvError, Problems
 from kconv.files import Files, LocalFiles
 from kconv.hub_answers import field, get_json, headers_for, origin, pages, refusal
@@ -300,6 +300,20 @@ class HubFiles:
                         f"{self.where}/{name}: bytes {offset}..{offset + n} were others when they were read alone",
                         hint="the server gives two contents for one file: check HF_ENDPOINT and proxies",
                     )
+
+
+def open_hub(source: str) -> Files:
+    """The files of an `hf://` source: of the Hub, or of the cache while HF_HUB_OFFLINE is set."""
+    repo_id, revision = parse_source(source)
+    if hub_cache.is_offline():
+        return hub_cache.offline(source, repo_id, revision)
+    try:
+        return HubFiles(source)
+    except EnvironmentLacks as e:
+        folder = hub_cache.cached_snapshot(repo_id, revision)
+        if folder is None:
+            raise
+        raise EnvironmentLacks(e.message, hint=f"the cache holds {folder}; HF_HUB_OFFLINE=1 reads that") from None
 
 
 def listing(rows: list[Any], where: str) -> dict[str, HubFile]:

@@ -127,7 +127,7 @@ class Job:
         files = self.plan.source.files
         if isinstance(files, LocalFiles):
             if self.settings.mmap:
-                return MappedFiles(files.where)
+                return MappedFiles(files.root / files.single if files.single else files.root)
             files.drop_pages = self.plan.source.nbytes > total_memory() // 2
         elif hasattr(files, "download"):
             stage = self.partial / f"{STAGE}-{self.settings.part[0]}"

@@ -40,7 +40,7 @@ NEXT = {
     "index": "fetch the index that belongs to these shards, or remove it: the shards are then read by their own headers",
     "name": "rename or remove what has such a name",
     "path": "do not trust where these names come from: a checkpoint's files lie in its own folder",
-    "link": "copy the file into the folder, or give the folder it leads to",
+    "link": "copy the file into the folder, or give the folder it leads to (KCONV_FOLLOW_LINKS=1 reads through links)",
     "twice": "--follow-index reads each tensor from the file its index names",
     "two": "remove the file that does not belong, or write an index that says which one counts",
     "stray": "remove the file, or the index if that is out of date",
@@ -150,7 +150,7 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     if not shards and not faults.lines:
         _refuse_no_weights(files, names)
     faults.raise_any()
-    notes = _left_out(names, shards)
+    notes = [*getattr(files, "notes", []), *_left_out(names, shards)]
     with uncollected():
         entries = _entries(files, shards, index, faults, follow_index, notes)
     if index is not None or shards == ["model.safetensors"]:
