@@ -6,6 +6,7 @@
 | the connection is cut after k bytes | the rest is asked for from byte k; only attempts without progress add up |
 | 429 | `Retry-After` or the `RateLimit` header is waited out |
 | 408, 5xx, no connection | retried with growing pauses, up to `hub_http.RETRIES` times in a row |
+| the standard cache holds a file of this commit | it is read there; a copy of it only when it has the stated hash |
 | a signed link of the content store has run out (403) | a new one is fetched from the Hub |
 | 401, 403, 404 | one clear error at once: no such repository, revision or file, no token, gated |
 | the listing has a name, size or hash that cannot be one | refused before anything is read or written |
@@ -20,9 +21,11 @@ part file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -92,6 +95,7 @@ class HubFiles:
             raise KconvError(f"{self.where}: the Hub named no commit for this revision", hint="check HF_ENDPOINT")
         self._links: dict[str, str] = {}
         self._seen: dict[str, dict[tuple[int, int], bytes]] = {}
+        self._distrusted: set[str] = set()
 
     @cached_property
     def files(self) -> dict[str, HubFile]:
@@ -127,6 +131,9 @@ class HubFiles:
         against it.
         """
         n = self.size(name) - offset if length is None else length
+        cached = self._cached(name) if (offset, n) == (0, self.size(name)) else None
+        if cached and not self.states(name, cached):
+            self._distrusted.add(name)
         data = b"".join(self.stream(name, offset, n))
         if (offset, n) == (0, self.size(name)):
             digest = self.digest(name)
@@ -164,6 +171,10 @@ class HubFiles:
                 f"{self.where}/{name}: bytes {offset}..{offset + n} asked for, the file has {file.size}",
                 hint="the file is cut short, or its header is damaged",
             )
+        if cached := self._cached(name):
+            for at in range(offset, offset + n, BLOCK):
+                yield cached.read(name, at, min(BLOCK, offset + n - at))
+            return
         failures = 0
         while n:
             left = n
@@ -235,12 +246,37 @@ class HubFiles:
                 hint="a proxy between here and the Hub ignores Range; download the files first",
             )
 
-    def download(self, name: str, dest: Path, *, progress: Callable[[int], None] | None = None) -> Path:
+    def _cached(self, name: str) -> LocalFiles | None:
+        """The snapshot of this commit in the standard cache, if it holds a file with this name and size that may be used."""
+        if self._snapshot is None or name in self._distrusted:
+            return None
+        try:
+            return self._snapshot if self._snapshot.size(name) == self.size(name) else None
+        except OSError:
+            return None
+
+    @cached_property
+    def _snapshot(self) -> LocalFiles | None:
+        folder = hub_cache.cached_snapshot(self.repo_id, self.revision)
+        files = LocalFiles(folder) if folder else None
+        return None if files is None or files.unsafe_links() else files
+
+    def download(
+        self, name: str, dest: Path, *, progress: Callable[[int], None] | None = None, link: bool = False
+    ) -> Path:
         """Download a file to `dest` and hold it against its hash, once more from the start when that is wrong.
 
-        `progress` is called with the number of bytes of each piece. Raises Altered when the hash is wrong again, or when
-        the file differs from what was read of it before.
+        What the standard cache holds with the stated hash is copied from there (`link`: as a hard link, where `dest` is only
+        read). `progress` is called with the number of bytes of each piece from the Hub. Raises Altered when the hash is wrong
+        again, or when the file differs from what was read of it before.
         """
+        if cached := self._cached(name):
+            if self.states(name, cached):
+                dest.parent.mkdir(parents=True, exist_ok=True)
+                bring(cached.path(name), dest, link)
+                self._hold_parts(name, dest)
+                return dest
+            self._distrusted.add(name)
         try:
             return self._download(name, dest, progress)
         except Altered:
@@ -300,6 +336,17 @@ class HubFiles:
                         f"{self.where}/{name}: bytes {offset}..{offset + n} were others when they were read alone",
                         hint="the server gives two contents for one file: check HF_ENDPOINT and proxies",
                     )
+
+
+def bring(source: Path, dest: Path, link: bool) -> None:
+    """A copy of a local file at `dest`, complete when it appears; with `link` a hard link where that can be."""
+    with contextlib.suppress(OSError):
+        if link:
+            os.link(source.resolve(), dest)
+            return
+    part = dest.with_name(f"{dest.name}.part")
+    shutil.copyfile(source, part)
+    os.replace(part, dest)
 
 
 def open_hub(source: str) -> Files:

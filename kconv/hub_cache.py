@@ -1,4 +1,4 @@
-"""The standard cache of huggingface_hub (`HF_HUB_CACHE`): which links of a snapshot are its own, and `hf://` without a network.
+"""The standard cache of huggingface_hub (`HF_HUB_CACHE`): its form, its snapshots, and `hf://` without a network.
 
 | in the cache | made by | is |
 |---|---|---|

@@ -51,7 +51,7 @@ class StagedFiles:
                 path = inside(self.folder, name)
                 if not path.exists():
                     self._make_room()
-                    self.hub.download(name, path, progress=self._count)
+                    self.hub.download(name, path, progress=self._count, link=True)
             self._local.read_into(name, offset, buffer)
         finally:
             with self._lock:

@@ -29,6 +29,7 @@ from rich.console import Console
 from kconv.cli import streams
 from kconv.errors import AnswerIsNo, EnvironmentLacks, KconvError
 from kconv.printable import printable, shown
+from kconv.redaction import redacted
 
 LACKING = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EAGAIN,
@@ -126,7 +127,7 @@ def _unforeseen(error: Exception) -> str:
         traceback.print_exception(error, file=sys.stderr)
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    what = f"{type(error).__name__}: {printable(error)}"[:300]
+    what = f"{type(error).__name__}: {printable(redacted(str(error)))}"[:300]
     return f"kconv did not foresee this: {what}{at}; please report it, with the traceback that {TRACEBACK}=1 shows"
 
 

@@ -109,3 +109,31 @@ def test_a_shared_blob_of_another_cache_is_elsewhere(published: Path, tmp_path: 
     (snapshot / "LICENSE").symlink_to(foreign)
     with pytest.raises(KconvError, match="LICENSE is a link that leads out of the folder"):
         open_checkpoint(snapshot)
+
+
+def test_what_the_cache_holds_is_not_downloaded_again(published: Path, hub: HubServer, tmp_path: Path) -> None:
+    snapshot = Path(snapshot_download(REPO))
+    before = {p: p.read_bytes() for p in snapshot.iterdir()}
+    served = hub.served()
+    kconv.convert(f"hf://{REPO}", tmp_path / "out")
+    assert kconv.verify(tmp_path / "out")["ok"]
+    assert hub.served() == served
+    made = tmp_path / "out" / "tiktoken.model"
+    made.write_bytes(b"mine")
+    assert {p: p.read_bytes() for p in snapshot.iterdir()} == before, "nothing of the output is a link into the cache"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tiktoken.model", "model-00001-of-00002.safetensors"])
+def test_a_cached_file_that_was_altered_is_fetched_from_the_hub(
+    published: Path, hub: HubServer, tmp_path: Path, name: str
+) -> None:
+    snapshot = Path(snapshot_download(REPO))
+    blob = (snapshot / name).resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(bytes(data))
+    before = len(hub.requests("GET", "/resolve/"))
+    kconv.convert(f"hf://{REPO}", tmp_path / "out")
+    assert len(hub.requests("GET", "/resolve/")) > before
+    assert kconv.verify(tmp_path / "out", published)["ok"]

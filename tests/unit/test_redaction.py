@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from kconv.cli.common import Outcome, execute
 from kconv.errors import KconvError, Problems
 from kconv.redaction import guard_logs, redacted, remember
 
@@ -35,6 +36,15 @@ def test_a_token_in_use_is_not_said_in_any_form(monkeypatch: pytest.MonkeyPatch)
     assert "odd" not in str(error)
     assert error.problems == ["[redacted]"]
     assert str(KconvError("x", hint="given")) == "x\n  next: [redacted]"
+
+
+def test_an_unforeseen_error_says_no_credential(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> Outcome:
+        raise RuntimeError("GET https://me:pass@hub.example/x?Signature=s3cr3t")
+
+    assert execute(fails, True) == 3
+    said = capsys.readouterr()
+    assert not [s for s in ("pass@", "s3cr3t") if s in said.out + said.err]
 
 
 def test_huggingface_hub_logs_no_signed_link(capfd: pytest.CaptureFixture[str]) -> None:
