@@ -24,7 +24,9 @@ from kconv.content_hash import Hashes, HashMemory
 from kconv.errors import KconvError, Problems
 from kconv.folder_check import MAX_FILE, Contents, examine
 from kconv.hashing import stated
+from kconv.hub_answers import field
 from kconv.hub_http import patiently
+from kconv.printable import printable
 from kconv.redaction import redacted
 from kconv.report import human
 from kconv.upload import Repository, compare, same, send
@@ -161,11 +163,18 @@ def _card_accepted(repo: Repository, contents: Contents) -> None:
             hf_raise_for_status(response)
         return response.json()
 
-    said = patiently(ask, "the Hub's check of README.md")
-    errors = [str(e.get("message")) for e in said.get("errors") or []]
+    where = "the Hub's check of README.md"
+    said = patiently(ask, where)
+    said = {"errors": [], **said} if isinstance(said, dict) else said
+    errors = [_message(e) for e in field(said, "errors", list, where)]
     if errors:
         raise Problems("the Hub refuses the metadata of README.md:", errors, hint="nothing was uploaded")
-    contents.notes += [f"README.md: {w.get('message')}" for w in said.get("warnings") or []]
+    warnings = said.get("warnings")
+    contents.notes += [f"README.md: {_message(w)}" for w in (warnings if isinstance(warnings, list) else [])]
+
+
+def _message(row: Any) -> str:
+    return redacted(printable(row.get("message") if isinstance(row, dict) else row))[:500]
 
 
 def _evidence(contents: Contents, require: str | None, files: Iterable[str | Path]) -> list[str]:

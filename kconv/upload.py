@@ -25,7 +25,7 @@ from kconv.content_hash import Hashes
 from kconv.errors import EnvironmentLacks, KconvError, Problems
 from kconv.heartbeat import alive
 from kconv.hub import HubFile, listing
-from kconv.hub_answers import headers_for, pages
+from kconv.hub_answers import field, headers_for, pages
 from kconv.hub_http import NO_TOKEN, patiently
 from kconv.printable import printable
 from kconv.redaction import guard_logs, redacted
@@ -70,7 +70,8 @@ class Repository:
 
         if (self.token or get_token()) is None:
             raise EnvironmentLacks(f"no token to publish to {self.repo_id} with", hint=NO_TOKEN.replace("see", "write to"))
-        self.user = patiently(lambda: self.api.whoami(), "the token's account")["name"]
+        account = "the token's account"
+        self.user = field(patiently(lambda: self.api.whoami(), account), "name", str, account)
 
     def look(self) -> None:
         """Learn whether the repository exists, is private, and what it has."""

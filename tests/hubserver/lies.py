@@ -275,4 +275,20 @@ def _environment() -> list[Lie]:
     ]
 
 
+ACCOUNT, CARD, REFS = r"/whoami-v2", r"/validate-yaml", r"/refs"
+PUBLISHING = [
+    Lie(f"{where}: {what}", 2, (told(path, body(data), method="*"),))
+    for where, path in (("account", ACCOUNT), ("card", CARD), ("refs", REFS), ("information", INFO), ("listing", TREE))
+    for what, data in {
+        "HTML": b"<html>", "a list of texts": b'["x"]', "null": b"null", "an endless nest": DEEP.encode(), "a text": b'"x"',
+    }.items()
+] + [
+    Lie(f"{where}: 403 with the token", 2, (told(path, sent(403, b'{"error": "{auth} \x1b[31m"}'), method="*"),))
+    for where, path in (("account", ACCOUNT), ("card", CARD), ("refs", REFS), ("listing", TREE))
+] + [
+    Lie("card: errors that are no list", 2, (told(CARD, sent(400, b'{"errors": 7}'), method="*"),)),
+    Lie("card: an error with terminal commands", 2,
+        (told(CARD, sent(400, json.dumps({"errors": [{"message": ANSI}]}).encode()), method="*"),)),
+]  # fmt: skip
+
 LIES = [*_paths(), *_entries(), *_contents(), *_answers(), *_links(), *_errors(), *_environment()]
