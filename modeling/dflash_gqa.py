@@ -22,6 +22,18 @@ from kconv.modeling.norm import KimiRMSNorm
 Tables = tuple[Tensor, Tensor] | None
 
 
+class BoundedLinear(nn.Linear):
+    """A Linear whose weight is bounded to [-clip, clip] as it is used; `clip` None leaves it as it is."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, clip: float | None) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.clip = clip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return F.linear(x, self.weight if self.clip is None else self.weight.clamp(-self.clip, self.clip), self.bias)
+
+
 class GQADraftAttention(nn.Module):
     """Non-causal grouped-query attention of a block over its context and itself."""
 
@@ -32,14 +44,14 @@ class GQADraftAttention(nn.Module):
         self.head_dim = config.head_dim or config.hidden_size // self.heads
         self.rope = config.rope
         self.scale = getattr(config, "attention_multiplier", None) or self.head_dim**-0.5
-        self.clip = getattr(config, "clip_qkv", None)
+        clip = getattr(config, "clip_qkv", None)
         self.stacked = bool(getattr(config, "stacked_qkv", False))
         width, bias = in_features or config.hidden_size, config.attention_bias
         sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
         if self.stacked:
             self.qkv_proj = nn.Linear(width, sum(sizes), bias=bias)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, size, bias=bias) for size in sizes)
+            self.q_proj, self.k_proj, self.v_proj = (BoundedLinear(width, size, bias, clip) for size in sizes)
         self.sizes = sizes
         self.o_proj = nn.Linear(sizes[0], config.hidden_size, bias=bias)
         self.use_qk_norm = config.use_qk_norm
@@ -50,13 +62,9 @@ class GQADraftAttention(nn.Module):
     def project(self, x: Tensor, which: int) -> Tensor:
         """Queries (0), keys (1) or values (2) of x [B, S, width] as heads [B, heads, S, head_dim], not normed."""
         if self.stacked:
-            start = sum(self.sizes[:which])
-            bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[start : start + self.sizes[which]]
-            out = F.linear(x, self.qkv_proj.weight[start : start + self.sizes[which]], bias)
+            out = self.qkv_proj(x).split(self.sizes, dim=-1)[which]
         else:
-            linear = (self.q_proj, self.k_proj, self.v_proj)[which]
-            weight = linear.weight if self.clip is None else linear.weight.clamp(-self.clip, self.clip)
-            out = F.linear(x, weight, linear.bias)
+            out = (self.q_proj, self.k_proj, self.v_proj)[which](x)
         return out.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def keep(self, x: Tensor, tables: Tables) -> Kept:

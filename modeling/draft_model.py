@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -52,7 +51,8 @@ class BlockDraftModel(StrictPreTrainedModel):
         taps = self.tap_count(config)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(KimiRMSNorm(width, config.rms_norm_eps) for _ in range(taps))
-        self.fc = nn.Linear(taps * width, config.hidden_size, bias=False)
+        self.context_width = taps * width
+        self.fc = nn.Linear(self.context_width, config.hidden_size, bias=False)
         self.hidden_norm = KimiRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers: Any = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = KimiRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -89,9 +89,9 @@ class BlockDraftModel(StrictPreTrainedModel):
 
     def project_target(self, target_hidden: Tensor) -> Tensor:
         """Concatenated taps [B, S, taps * width] -> context [B, S, hidden]."""
-        if target_hidden.shape[-1] != self.fc.in_features:
+        if target_hidden.shape[-1] != self.context_width:
             raise KconvError(
-                f"the context is {target_hidden.shape[-1]} wide, this draft's fc takes {self.fc.in_features}",
+                f"the context is {target_hidden.shape[-1]} wide, this draft's fc takes {self.context_width}",
                 hint="capture the target layers that the draft's config names, in its order",
             )
         if self.config.fc_norm:
@@ -160,7 +160,7 @@ class BlockDraftModel(StrictPreTrainedModel):
         table: Any = embed_tokens if embed_tokens is not None else getattr(self, "embed_tokens", None)
         if table is None:
             raise KconvError("this draft owns no embedding table", hint="pass the target's: target.get_input_embeddings()")
-        return F.embedding(input_ids, table.weight) * self.config.input_embedding_scale
+        return table(input_ids) * self.config.input_embedding_scale
 
     def compute_logits(self, hidden: Tensor, output_head: Head | None = None) -> Tensor:
         """Logits [..., vocab] of hidden [..., hidden] by the target's head or its own, multiplied and soft-capped."""

@@ -95,7 +95,7 @@ class Eagle3DraftModel(BlockDraftModel):
         assert isinstance(config, Eagle3Config)
         del self.hidden_norm
         if config.norm_before_fc:
-            self.input_norm = KimiRMSNorm(self.fc.in_features, config.rms_norm_eps)
+            self.input_norm = KimiRMSNorm(self.context_width, config.rms_norm_eps)
 
     @staticmethod
     def tap_count(config: DraftConfig) -> int:
@@ -105,8 +105,8 @@ class Eagle3DraftModel(BlockDraftModel):
 
     def project_target(self, target_hidden: Tensor) -> Tensor:
         """Concatenated taps [B, S, taps * width] -> states [B, S, hidden]."""
-        if target_hidden.shape[-1] != self.fc.in_features:
-            raise KconvError(f"the states are {target_hidden.shape[-1]} wide, this head's fc takes {self.fc.in_features}")
+        if target_hidden.shape[-1] != self.context_width:
+            raise KconvError(f"the states are {target_hidden.shape[-1]} wide, this head's fc takes {self.context_width}")
         if self.config.norm_before_fc:
             target_hidden = self.input_norm(target_hidden)
         if self.config.fc_norm:

@@ -61,6 +61,13 @@ class KimiExperts(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(torch.empty(experts, out, inp)))
 
+    def matrix(self, name: str) -> torch.Tensor:
+        """The parameter `name` as this module sees it now: parametrised, adapted or just brought to its device.
+
+        Every reader goes through here, and only while `forward` runs.
+        """
+        return getattr(self, name)
+
     def _add_codes(self, name: str, rows: int, columns: int) -> None:
         codes = torch.empty(self.experts, rows, columns, dtype=torch.uint8)
         self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
@@ -97,9 +104,9 @@ class KimiExperts(nn.Module):
     def _matrices(self, chosen: torch.Tensor | slice, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`gate_up_proj` and `down_proj` of some experts, decoded where they are packed."""
         if not self.packed:
-            return self.get_parameter("gate_up_proj")[chosen], self.get_parameter("down_proj")[chosen]
+            return self.matrix("gate_up_proj")[chosen], self.matrix("down_proj")[chosen]
         gate_up, down = (
-            decode(self.get_parameter(f"{n}_packed")[chosen], self.get_parameter(f"{n}_scale")[chosen], dtype, check=False)
+            decode(self.matrix(f"{n}_packed")[chosen], self.matrix(f"{n}_scale")[chosen], dtype, check=False)
             for n in ("gate_up_proj", "down_proj")
         )
         return gate_up, down
@@ -110,8 +117,8 @@ class KimiExperts(nn.Module):
 
     def _linear(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
         if not self.packed:
-            return F.linear(x, self.get_parameter(name)[expert])
-        return PackedLinear.apply(x, self.get_parameter(f"{name}_packed")[expert], self.get_parameter(f"{name}_scale")[expert])
+            return F.linear(x, self.matrix(name)[expert])
+        return PackedLinear.apply(x, self.matrix(f"{name}_packed")[expert], self.matrix(f"{name}_scale")[expert])
 
 
 def _can_group(x: torch.Tensor, inter: int) -> bool:

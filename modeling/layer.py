@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kconv.modeling.cache import KimiK3Cache
@@ -15,7 +14,7 @@ from kconv.modeling.mla import KimiMLA
 from kconv.modeling.mlp import KimiMLP
 from kconv.modeling.moe import KimiMoE
 from kconv.modeling.norm import KimiRMSNorm
-from kconv.modeling.residual import mix
+from kconv.modeling.residual import SourceScore, mix
 from kconv.modeling.segments import Segments
 from kconv.modeling.situ import GatedActivation
 
@@ -42,12 +41,13 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.self_attn = KimiMLA(config, config.indexer_of(index)) if self.kind == "mla" else KimiDeltaAttention(config)
         experts = config.experts_of(index)
         act = GatedActivation(config.hidden_act, config.activation_situ_beta, config.activation_situ_linear_beta)
+        self.sparse = experts > 0
         self.mlp = KimiMoE(config, experts) if experts else KimiMLP(hidden, config.intermediate_size, act)
         self.input_layernorm = KimiRMSNorm(hidden, eps=eps)
         self.post_attention_layernorm = KimiRMSNorm(hidden, eps=eps)
         if block is not None:
             self.self_attention_res_norm, self.mlp_res_norm = (KimiRMSNorm(hidden, eps=eps) for _ in range(2))
-            self.self_attention_res_proj, self.mlp_res_proj = (nn.Linear(hidden, 1, bias=False) for _ in range(2))
+            self.self_attention_res_proj, self.mlp_res_proj = (SourceScore(hidden) for _ in range(2))
 
     def forward(self, prefix: torch.Tensor, layout: Layout, *blocks: torch.Tensor) -> torch.Tensor:
         """Running prefix [batch, length, hidden] before the layer -> after it, given the finished `blocks` of that shape.
@@ -61,14 +61,13 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         else:
             prefix = prefix + a
         x = mix(prefix, blocks, self.mlp_res_norm, self.mlp_res_proj) if blocks else prefix
-        x = self.post_attention_layernorm(x, wide=True)
-        narrow = x.to(self.post_attention_layernorm.weight.dtype)
+        narrow, x = self.post_attention_layernorm(x, both=True)
         # The router reads what is not yet rounded: a rounding there can send a token to another expert.
-        return prefix + (self.mlp(narrow, x) if isinstance(self.mlp, KimiMoE) else self.mlp(narrow))
+        return prefix + (self.mlp(narrow, x) if self.sparse else self.mlp(narrow))
 
     def attend(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The attention of this layer over its normed input."""
         cache = None if layout.cache is None else layout.cache.layers[self.index]
-        if isinstance(self.self_attn, KimiMLA):
+        if self.kind == "mla":
             return self.self_attn(x, layout.segments, cache, layout.allowed)
         return self.self_attn(x, layout.segments, cache)

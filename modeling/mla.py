@@ -11,7 +11,8 @@
 
 The cache keeps latents and shared key dimensions, and the indexer's keys beside them. Short queries over a cache are
 answered in latent space (`kv_b` folded into the query and the output), longer ones expand the latents; both are the same
-function up to rounding.
+function up to rounding. Folding needs the weight: where `kv_b_proj` is adapted, quantised or hooked, latents are expanded
+whatever the length (`kconv.modeling.foldable`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kconv.modeling.dtypes import wide
+from kconv.modeling.foldable import FoldableLinear, weight_of
 from kconv.modeling.indexer import KimiIndexer
 from kconv.modeling.norm import KimiRMSNorm
 
@@ -80,7 +82,7 @@ class KimiMLA(nn.Module):
             self.q_b_proj = nn.Linear(self.q_rank, q_width, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden, self.rank + self.rope, bias=False)
         self.kv_a_layernorm = KimiRMSNorm(self.rank, eps=eps)
-        self.kv_b_proj = nn.Linear(self.rank, config.num_key_value_heads * (self.nope + self.value), bias=False)
+        self.kv_b_proj = FoldableLinear(self.rank, config.num_key_value_heads * (self.nope + self.value))
         self.o_proj = nn.Linear(self.heads * self.value, hidden, bias=False)
         self.gated = config.mla_use_output_gate
         if self.gated:
@@ -135,9 +137,7 @@ class KimiMLA(nn.Module):
         o = o.transpose(1, 2).flatten(-2)
         return self.o_proj(o * self.g_proj(x).sigmoid() if self.gated else o)
 
-    def selected_keys(
-        self, x: torch.Tensor, latents: torch.Tensor, allowed: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def selected_keys(self, x: torch.Tensor, latents: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor | None:
         """Boolean mask [B, 1, T, S] of the keys a query may read, causality included; None reads all earlier ones.
 
         `latents` is everything the cache holds; `allowed` what padding leaves of it.
@@ -170,13 +170,17 @@ class KimiMLA(nn.Module):
         allowed = self.selected_keys(x, latents, allowed)
         # Expanding costs rank * (nope + value) per key and head, latent space this much more per query and key.
         extra = 2 * self.rank + self.rope - (self.nope + self.rope + self.value)
-        if x.shape[1] * extra > self.rank * (self.nope + self.value):
+        costly = x.shape[1] * extra > self.rank * (self.nope + self.value)
+        weight = None if costly else weight_of(self.kv_b_proj)
+        if weight is None:
             return attend(self.queries(x), *self.expand(latents), self.scale, allowed, self.eager)
-        return self._in_latent_space(self.queries(x), latents, allowed)
+        return self._in_latent_space(self.queries(x), latents, weight, allowed)
 
-    def _in_latent_space(self, q: torch.Tensor, latents: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-        """Attention with `kv_b` folded into queries and outputs: keys and values stay one row of `latents` a token."""
-        up = self.kv_b_proj.weight.view(-1, self.nope + self.value, self.rank)
+    def _in_latent_space(
+        self, q: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor, allowed: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention with `kv_b`'s weight folded into queries and outputs: keys and values stay one row of `latents` a token."""
+        up = weight.view(-1, self.nope + self.value, self.rank)
         up = up if self.groups == 1 else up.repeat_interleave(self.groups, dim=0)
         to_key, to_value = up.split([self.nope, self.value], dim=1)
         nope, rope = q.split([self.nope, self.rope], dim=-1)

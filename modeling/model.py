@@ -26,7 +26,7 @@ from kconv.modeling.layer import KimiK3DecoderLayer, Layout
 from kconv.modeling.loss import causal_lm_loss
 from kconv.modeling.mla import causal_mask
 from kconv.modeling.norm import KimiRMSNorm
-from kconv.modeling.residual import mix
+from kconv.modeling.residual import SourceScore, mix
 from kconv.modeling.strict import StrictPreTrainedModel
 
 FP32_PARAMETERS = ("A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias")
@@ -70,7 +70,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         self.norm = KimiRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = KimiRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-            self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.output_attn_res_proj = SourceScore(config.hidden_size)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

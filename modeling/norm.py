@@ -10,6 +10,8 @@ The reference rounds bf16 twice, before and after the weight; rounding once is n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,10 +33,10 @@ class KimiRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
-        """Normalise [..., size]; `wide` leaves the result in at least fp32."""
+    def forward(self, x: torch.Tensor, wide: bool = False, both: bool = False) -> Any:
+        """Normalise [..., size]; `wide` leaves the result in at least fp32, `both` gives it rounded and as it was before."""
         y = F.rms_norm(widen(x), x.shape[-1:], widen(self.weight), self.eps)
-        return y if wide else y.to(self.weight.dtype)
+        return (y.to(self.weight.dtype), y) if both else y if wide else y.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Size and eps, for `print(model)`."""

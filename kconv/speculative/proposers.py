@@ -81,14 +81,14 @@ class BlockProposer(Proposer):
 
     def commit(self, tokens: Tensor, hidden: Tensor) -> None:
         """Write the states behind the context."""
-        self.draft.materialize(hidden.to(self.draft.fc.weight.dtype), self.cache)
+        self.draft.materialize(hidden.to(self.draft.dtype), self.cache)
 
     def propose(self, anchor: Tensor, count: int, sampler: Sampler) -> Proposal:
         """One pass over the block; the whole block even when fewer tokens are wanted, as it was trained."""
         ids = torch.full((1, self.block_size), self.draft.config.mask_token_id or 0, dtype=torch.long, device=anchor.device)
         ids[:, 0] = anchor
         own = hasattr(self.draft, "embed_tokens")
-        block = self.draft.embed_block(ids, None if own else self.target.embedding).to(self.draft.fc.weight.dtype)
+        block = self.draft.embed_block(ids, None if own else self.target.embedding).to(self.draft.dtype)
         length = self.cache.committed
         hidden = self.draft.forward_block(block, self.cache)
         self.cache.crop(length)
@@ -106,7 +106,7 @@ class ChainProposer(Proposer):
 
     def commit(self, tokens: Tensor, hidden: Tensor) -> None:
         """Pair each state with the token after it; the last state waits for its token."""
-        states = self.draft.project_target(hidden.to(self.draft.fc.weight.dtype))
+        states = self.draft.project_target(hidden.to(self.draft.dtype))
         if self.pending is not None:
             states = torch.cat([self.pending, states], 1)
             followers = tokens

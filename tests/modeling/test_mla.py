@@ -74,7 +74,7 @@ def test_latent_space_equals_expansion() -> None:
         torch.softmax((q @ mla.expand(past)[0].transpose(-1, -2) * mla.scale).masked_fill(~allowed, float("-inf")), -1)
         @ mla.expand(past)[1]
     )
-    torch.testing.assert_close(mla._in_latent_space(q, past, allowed), expanded, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(mla._in_latent_space(q, past, mla.kv_b_proj.weight, allowed), expanded, rtol=1e-11, atol=1e-13)
 
 
 def test_sequences_do_not_see_each_other() -> None:
