@@ -2,6 +2,7 @@
 
 | lie | about |
 |---|---|
+| a row of `tests.hubserver.lies` | as that table has it |
 | json | an answer of the API, mutated as any JSON |
 | path, more, size, hash | a row of the listing: a name out of the folder, a row more, another size or hash |
 | page | the link to the next page: the same page, another host, no address |
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 from tests.fuzz.edits_json import edit_text, paths_out
 from tests.fuzz.trial import TOKEN
+from tests.hubserver import lies as tabled
 from tests.hubserver.server import HubServer
 from tests.hubserver.wire import Request, Response
 
@@ -56,7 +59,19 @@ class LyingHub(HubServer):
         return self
 
     def lie(self) -> str:
-        """Begin to lie in one more way; which."""
+        """Begin to lie in one more way; which. A third of them are rows of the table `tests.hubserver.lies`."""
+        return self._tabled() if self.rng.random() < 0.35 else self._diced()
+
+    def _tabled(self) -> str:
+        row = self.rng.choice(TABLED)
+        for make in row.make:
+            self.faults.add(make())
+        if row.files:
+            self.seed("lab/model", {path.format(outside=self.decoy): data for path, data in row.files.items()})
+        os.environ |= row.env
+        return f"the table's {row.name!r}"
+
+    def _diced(self) -> str:
         name = self.rng.choice(list(LIES))
         where = self.rng.choice(WHERE[name])
         lie = Lie(name, where, Random(self.rng.random()), self.rng.choice([1, 1, 2, 10**9]), self.rng.choice([0, 0, 0, 1, 2]))
@@ -197,6 +212,7 @@ def _header(hub: LyingHub, request: Request, response: Response, rng: Random) ->
     return response
 
 
+TABLED = tabled.LIES
 LIES: dict[str, Callable[..., Response]] = {
     "json": _json, "path": _row(_path), "more": _row(_more), "size": _row(_size), "hash": _row(_hash), "page": _page,
     "status": _status, "text": _text, "content": _content, "header": _header,

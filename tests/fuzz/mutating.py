@@ -23,14 +23,19 @@ def mutate(folder: Path, rng: Random, decoy: Path, *, favour: str = "", hidden: 
         path = _chosen(folder, rng, favour, hidden)
         if path is not None:
             said.append(f"{path.relative_to(folder)}: {_tried(path, rng, decoy)}")
-    if (folder / MANIFEST).is_file() and not (folder / MANIFEST).is_symlink() and rng.random() < 0.5:
+    if rng.random() < 0.5 and _small(folder / MANIFEST):
         said += _resealed(folder / MANIFEST)
     return said
 
 
+def _small(path: Path) -> bool:
+    """Whether it is a regular file that may be read whole."""
+    return not path.is_symlink() and path.is_file() and path.stat().st_size < MOST_READ
+
+
 def _chosen(folder: Path, rng: Random, favour: str, hidden: bool) -> Path | None:
     """A regular file, each of the small ones as likely as all shards together."""
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not p.is_symlink() and p.stat().st_size < MOST_READ]
+    files = [p for p in sorted(folder.rglob("*")) if _small(p)]
     files = [p for p in files if hidden or not p.name.startswith(".")]
     shards = [p for p in files if p.suffix == ".safetensors"]
     liked = [p for p in files if favour and favour in p.name]
@@ -71,7 +76,7 @@ def _resealed(path: Path) -> list[str]:
     try:
         manifest: Any = json.loads(path.read_bytes())
         for name, known in manifest["files"].items():
-            if (file := path.parent / name).is_file() and file.stat().st_size < MOST_READ:
+            if _small(file := path.parent / name):
                 known |= _stated(file, known)
         path.write_bytes(dump(manifest))
     except (ValueError, RecursionError, KeyError, AttributeError, TypeError, OSError):

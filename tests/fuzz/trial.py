@@ -116,7 +116,7 @@ class Trial:
         partial = f"area/.{writes}.partial"
         own = [f"area/{writes}"] if writes and ran.code == 0 else []
         own += [partial] if writes and ran.code == 3 else []
-        own += [f"area/{keeps}"] if keeps else []
+        own += [f"area/{keeps}", f"area/.{writes}.kconv-lock"] if keeps else []
         strange = [n for n in changed if not any(n == o or n.startswith(o + "/") for o in own)]
         if strange:
             kind = "left behind" if ran.code else "written elsewhere"
