@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-GIANT = 2 << 30
+GIANT, SMALLER = 2 << 30, 80 << 20
+READ = ("config.json", "kconv.json", "model.safetensors.index.json", "vision.safetensors.index.json")
 MORE = ("extra.safetensors", "model-00009-of-00009.safetensors", "tokenization_kimi.py", "notes.txt", ".hidden",
         "pytorch_model.bin", "model.safetensors.index.json", "vision.safetensors.index.json", "chat_template.jinja",
         "kconv.json", "LICENSE")  # fmt: skip
@@ -97,7 +98,8 @@ def _pipe(path: Path, _rng: Random, _decoy: Path) -> str:
 def _giant(path: Path, rng: Random, _decoy: Path) -> str:
     if rng.random() < 0.5:
         path.write_bytes(b"")
-    os.truncate(path, GIANT)
+    read = path.suffix == ".safetensors" or path.name in READ or path.name.startswith(".kconv")
+    os.truncate(path, GIANT if read else SMALLER)  # what is copied unread is written in full
     return "a sparse giant"
 
 
