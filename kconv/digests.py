@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,14 +64,14 @@ def rows_digest(files: Files, entry: Entry) -> dict[str, Any]:
 
     with ThreadPoolExecutor(WORKERS) as pool:
         digests = list(pool.map(one, runs))
-    head = f"rows-1 {spec.dtype} {'x'.join(map(str, spec.shape))}"
-    return {
-        "form": "rows-1",
-        "dtype": spec.dtype,
-        "shape": list(spec.shape),
-        "sha256": hashlib.sha256("\n".join([head, *digests, ""]).encode()).hexdigest(),
-        "runs": digests,
-    }
+    made = {"form": "rows-1", "dtype": spec.dtype, "shape": list(spec.shape)}
+    return made | {"sha256": runs_digest(spec.dtype, spec.shape, digests), "runs": digests}
+
+
+def runs_digest(dtype: str, shape: Sequence[int], runs: Sequence[str]) -> str:
+    """The sha256 of `rows-1` from the digests of its runs."""
+    head = f"rows-1 {dtype} {'x'.join(map(str, shape))}"
+    return hashlib.sha256("\n".join([head, *runs, ""]).encode()).hexdigest()
 
 
 def row_digest(files: Files, entry: Entry, row: int) -> str:

@@ -49,9 +49,22 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any
         return None
     if isinstance(block, dict) and block.get("format") != FORMAT:
         raise KconvError(f"{where}: {KEY} has the format {block.get('format')!r}, this kconv reads {FORMAT}", hint="update kconv")
-    if found := problems(block):
+    if found := problems(block) or contradictions(block):
         raise Problems(f"{where}: {KEY} is damaged:", found, hint="package the draft again")
     return dict(block)
+
+
+def contradictions(block: Mapping[str, Any]) -> list[str]:
+    """Digests of a block that are not those of the parts recorded beside them: one of the two was changed."""
+    target, wrong = block["target"], []
+    for kind, table in target["tensors"].items():
+        if isinstance(table, dict) and table["sha256"] != digests.runs_digest(table["dtype"], table["shape"], table["runs"]):
+            wrong.append(f"{KEY}.target.tensors.{kind}: the sha256 is not that of its dtype, shape and runs")
+    for part in ("tokenizer", "prompt"):
+        files, sha = target[part]["files"], target[part]["sha256"]
+        if sha not in (UNKNOWN, digests.files_digest(files)):
+            wrong.append(f"{KEY}.target.{part}: the sha256 is not that of its files")
+    return wrong
 
 
 def build(

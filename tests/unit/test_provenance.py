@@ -308,6 +308,27 @@ def test_damaged_blocks_are_refused(draft: Path, target: Path) -> None:
             assert provenance.problems(block | {part: less}), f"{part}.{key} may not be left out"
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [(("tensors", "norm", "runs"), ["0" * 64]), (("tensors", "embed_tokens", "dtype"), "F32"),
+     (("tensors", "lm_head", "shape"), [256, 64]), (("tensors", "norm", "sha256"), "0" * 64),
+     (("tokenizer", "sha256"), "0" * 64), (("tokenizer", "files"), {})],
+)  # fmt: skip
+def test_a_digest_that_is_not_that_of_its_recorded_parts_is_damage(
+    draft: Path, target: Path, path: tuple[str, ...], value: Any
+) -> None:
+    record(draft, target)
+    assert check(draft, target)["fits"]
+    config = json.loads((draft / "config.json").read_text())
+    held = config[provenance.KEY]["target"]
+    for key in path[:-1]:
+        held = held[key]
+    held[path[-1]] = value
+    (draft / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Problems, match=f"{provenance.KEY}.target.{'.'.join(path[:-1])}: the sha256 is not that of its"):
+        check(draft, target)
+
+
 def test_command_line(draft: Path, target: Path) -> None:
     record(draft, target)
     run = CliRunner()
