@@ -15,21 +15,33 @@ from typing import Any
 
 from kconv import side_files
 from kconv.adapters import Options, layouts_for
+from kconv.claim import claim, out_path
 from kconv.errors import Altered, AnswerIsNo, BadData, EnvironmentLacks, KconvError
-from kconv.files import Files
+from kconv.files import Files, released
+from kconv.folder import check_left, check_names, discard, manifest_of, missing, partial_path
 from kconv.hashing import DEFAULT_DIGEST
 from kconv.isos.base import Grade
-from kconv.job import Job, Settings, discard, tidy
+from kconv.job import COMMAND, MOST_WARNINGS, Job, Settings, differing, stamps
 from kconv.layout import OutFile, lay_out
 from kconv.linking import MADE, linked_shards
 from kconv.plans import Plan
-from kconv.preflight import check_device, check_folders, check_memory, check_padding, check_room, needed_bytes, peak_bytes
+from kconv.preflight import (
+    check_beside,
+    check_device,
+    check_filled,
+    check_memory,
+    check_padding,
+    check_place,
+    check_room,
+    needed_bytes,
+    peak_bytes,
+)
 from kconv.report import human
-from kconv.source import MANIFEST, Checkpoint, open_checkpoint, uncollected
-from kconv.writer import partial_path
+from kconv.source import Checkpoint, open_checkpoint, uncollected
 
 SHARD_SIZE = 5_000_000_000
 MEMORY = 1_000_000_000
+KEPT = "what was written is kept in {}; the same command with --resume goes on"
 
 
 def default_workers() -> int:
@@ -50,7 +62,7 @@ def plan(source: Any, to: str = "native", *, follow_index: bool = False, **optio
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, follow_index=follow_index)
     asked = Options(to=to, **options)
     said = {k: v for k, v in asdict(asked).items() if v is not None}
-    with uncollected():
+    with uncollected(), released(checkpoint.files):
         layouts = layouts_for(checkpoint, asked)
         layouts.notes += side_files.notes(checkpoint)
         return Plan(checkpoint, layouts, said)
@@ -94,30 +106,35 @@ def convert(
         link: link unchanged shards and side files to the source's (reflinks, else hard links) instead of copying them.
         direct: write past the page cache; by default where the file system is known to be fast so.
     """
-    _refuse_swapped(source, Path(out))
+    target, part = out_path(out), part or rank_part()
+    _refuse_swapped(source, target, out)
     the_plan = (source if isinstance(source, Plan) else plan(source, **options)).check()
     _require(the_plan, require)
     check_device(device)
-    target, part = Path(out).resolve(), part or rank_part()
     settings = Settings(shard_size, allowed_workers(the_plan, workers, memory, device), device, digest, part, mmap, direct, link)
-    resume = resume or part[1] > 1
-    if resume and already(the_plan, target):
+    check_place(the_plan.source.files, target, os.path.ismount(out))
+    with claim(target, shared=part[1] > 1), released(the_plan.source.files):
+        return _converted(the_plan, target, settings, overwrite=overwrite, resume=resume or part[1] > 1, quiet=quiet)
+
+
+def _converted(the_plan: Plan, target: Path, settings: Settings, *, overwrite: bool, resume: bool, quiet: bool) -> dict[str, Any]:
+    """`convert`, once nobody else makes `target`."""
+    if resume and already(the_plan, target, overwrite=overwrite):
         return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,
-                "slabs": 0, "part": list(part), "links": {}, "notes": [f"{target} is already finished"]}  # fmt: skip
-    check_folders(the_plan.source.files, target, overwrite=overwrite, resume=resume)
-    linked = linked_shards(the_plan, target) if link else []
+                "slabs": 0, "part": list(settings.part), "links": {}, "notes": [f"{target} is already finished"]}  # fmt: skip
+    check_filled(target, overwrite=overwrite, resume=resume)
+    linked = linked_shards(the_plan, target) if settings.link else []
     kept = {n for f in linked for n in f.starts}
     own = {n: t for n, t in the_plan.targets.items() if n not in kept}
-    files, partial = lay_out(own, shard_size, MADE if linked else ""), partial_path(target)
-    left = partial.exists() and any(partial.iterdir()) and not resume
-    if left and not overwrite:
-        hint = "--resume goes on, --overwrite starts again"
-        raise KconvError(f"an unfinished conversion to {target} lies in {partial.name}", hint=hint)
+    files, partial = lay_out(own, settings.shard_size, MADE if linked else ""), partial_path(target)
+    left = check_left(partial, COMMAND, target, overwrite=overwrite, resume=resume)
     _check_means(the_plan, target, files, settings)
+    job = Job(the_plan, partial, files, settings, linked)
+    check_names(job.names())
+    check_beside(the_plan)
     if left:
         discard(partial)
-    job = Job(the_plan, partial, files, settings, linked)
-    return {**_run(job, quiet), "finished": job.finish(target, overwrite=overwrite), "links": dict(job.links)}
+    return _run(job, target, overwrite=overwrite, quiet=quiet)
 
 
 def _check_means(the_plan: Plan, target: Path, files: list[OutFile], settings: Settings) -> None:
@@ -127,26 +144,35 @@ def _check_means(the_plan: Plan, target: Path, files: list[OutFile], settings: S
     check_padding(the_plan)
 
 
-def _run(job: Job, quiet: bool) -> dict[str, Any]:
+def _run(job: Job, target: Path, *, overwrite: bool, quiet: bool) -> dict[str, Any]:
+    """Write and finish; what cannot be gone on with is removed, what can be is said."""
     try:
-        return job.run(quiet=quiet)
+        return {**job.run(quiet=quiet), "finished": job.finish(target, overwrite=overwrite), "links": dict(job.links)}
     except KconvError as e:
-        useless = isinstance(e.__cause__, BadData) or (isinstance(e, Altered) and not job.journal.holds_work())
-        if useless and job.settings.part[1] == 1:
-            discard(job.partial)  # the source itself is at fault: there is nothing to resume
+        undone = not job.journal.holds_work() if isinstance(e, Altered) else job.fresh and e.exit_code == KconvError.exit_code
+        if job.settings.part[1] == 1 and (undone or isinstance(e.__cause__, BadData)):
+            discard(job.partial)  # nothing to resume: the source itself is at fault, or what was asked
         elif isinstance(e, Altered):
             hint = "what was converted before is kept: --resume fetches the file again and goes on, --overwrite starts again"
             raise Altered(e.message, hint=hint) from None
+        elif job.partial.exists() and "--resume" not in (e.hint or ""):
+            e.hint = "; ".join(filter(None, (e.hint, KEPT.format(job.partial.name))))
+        raise
+    except OSError as e:
+        where = f" ({e.filename})" if e.filename else ""
+        raise EnvironmentLacks(f"{e.strerror or e}{where} while writing {target}", hint=KEPT.format(job.partial.name)) from e
+    except Exception as e:
+        e.add_note(KEPT.format(job.partial.name))
         raise
 
 
-def _refuse_swapped(source: Any, out: Path) -> None:
+def _refuse_swapped(source: Any, target: Path, out: object) -> None:
     """Refuse arguments in the wrong order: a source that is not there, or is empty, and an output that holds weights."""
-    if isinstance(source, Plan | Checkpoint | Files) or str(source).startswith("hf://") or not out.is_dir():
+    if isinstance(source, Plan | Checkpoint | Files) or str(source).startswith("hf://") or not str(source) or not target.is_dir():
         return
     path = Path(source)
     empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    if empty and any(out.glob("*.safetensors")):
+    if empty and any(target.glob("*.safetensors")):
         raise KconvError(
             f"{source} {'is empty' if path.exists() else 'does not exist'}, and {out} holds weights: are the two swapped?",
             hint=f"the source comes first: kconv convert {out} {source}",
@@ -169,14 +195,37 @@ def allowed_workers(the_plan: Plan, workers: int | None, memory: int, device: st
     return max(1, min(workers or default_workers(), memory // max(1, each)))
 
 
-def already(the_plan: Plan, target: Path) -> bool:
-    """Whether `target` is a finished conversion by the same plan and options."""
-    path = target / MANIFEST
-    if not path.exists():
+def already(the_plan: Plan, target: Path, *, overwrite: bool = False) -> bool:
+    """Whether `target` is a finished conversion by the same plan and options of the same source; refuses where only the
+    source is another now, or the folder is damaged (unless it may be replaced)."""
+    found = manifest_of(target)
+    if found is None or "plan_digest" not in found:
         return False
-    found = json.loads(path.read_bytes())
-    tidy(target)
-    return found.get("plan_digest") == the_plan.digest and found.get("options") == json.loads(json.dumps(the_plan.options))
+    then = {"plan": found["plan_digest"], "options": found.get("options")}
+    now = {"plan": the_plan.digest, "options": json.loads(json.dumps(the_plan.options))}
+    if then != now and overwrite:
+        return False
+    if then != now:
+        raise KconvError(
+            f"the output folder {target} is not empty: it holds a finished conversion, and {'; '.join(differing(then, now))}",
+            hint="nothing is left to resume; --overwrite replaces it",
+        )
+    wrong = _outdated(found, the_plan.source) or [f"{n} is missing or of another size" for n in missing(target, found)]
+    if wrong and not overwrite:
+        raise KconvError(
+            f"{target} is finished, but not as this command would make it now: {'; '.join(wrong[:MOST_WARNINGS])}",
+            hint=f"kconv verify {target} --source {the_plan.source.where} tells whether it holds; --overwrite converts again",
+        )
+    return not wrong
+
+
+def _outdated(manifest: dict[str, Any], source: Checkpoint) -> list[str]:
+    """What of the source is not as a finished conversion found it."""
+    then, now = manifest.get("inputs"), stamps(source)
+    if not isinstance(then, dict):
+        return ["it does not record when the files of its source were changed"]
+    changed = sorted(n for n in {*then, *now} if then.get(n) != now.get(n))
+    return [f"{n} of the source {'changed' if n in then and n in now else 'came or went'} since" for n in changed]
 
 
 def _require(the_plan: Plan, require: str | None) -> None:

@@ -38,13 +38,8 @@ def sha256_range(files: Files, name: str, offset: int, length: int) -> str:
         for piece in stream(name, offset, length):
             digest.update(piece)
         return digest.hexdigest()
-    buffer = bytearray(min(PIECE, length))
-    done = 0
-    while done < length:
-        view = memoryview(buffer)[: min(PIECE, length - done)]
-        files.read_into(name, offset + done, view)
-        digest.update(view)
-        done += len(view)
+    for at in range(0, length, PIECE):
+        digest.update(files.read(name, offset + at, min(PIECE, length - at)))
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ class Descriptors:
         self._opener, self._limit = opener, limit
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # name -> [descriptor, users]
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._open)
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
@@ -91,6 +93,22 @@ class Descriptors:
         with self._lock:
             if name in self._open and self._open[name][1] == 0:
                 os.close(self._open.pop(name)[0])
+
+
+def _close_all(slots: dict[str, list[int]]) -> None:
+    for fd, _ in slots.values():
+        os.close(fd)
+    slots.clear()
+
+
+@contextmanager
+def released(*sources: object) -> Iterator[None]:
+    """Close the descriptors of these files when the block ends; they are opened again when they are used again."""
+    try:
+        yield
+    finally:
+        for files in sources:
+            getattr(files, "close", int)()
 
 
 def pread_full(fd: int, buffer: memoryview, offset: int, path: object) -> None:
@@ -180,11 +198,19 @@ class LocalFiles:
         s = self.path(name).stat()
         return f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}"
 
+    def stamp(self, name: str) -> str:
+        """As `fingerprint`, but the same for a copy that kept its times."""
+        s = self.path(name).stat()
+        return f"{s.st_size}-{s.st_mtime_ns}"
+
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        size = self.size(name) - offset if length is None else length
-        data = bytearray(size)
-        self.read_into(name, offset, memoryview(data))
-        return bytes(data)
+        fd = os.open(self.path(name), os.O_RDONLY)  # small and rare: nothing stays open after a plan
+        try:
+            data = bytearray(os.fstat(fd).st_size - offset if length is None else length)
+            pread_full(fd, memoryview(data), offset, self.path(name))
+            return bytes(data)
+        finally:
+            os.close(fd)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         with self.fds.use(name) as fd:
@@ -238,6 +264,8 @@ class MappedFiles(LocalFiles):
 def open_files(source: str | os.PathLike[str]) -> Files:
     """The files of SOURCE: a folder, one `.safetensors` file, or `hf://owner/name[@revision]`."""
     text = str(source)
+    if not text:
+        raise KconvError("the source is an empty name", hint="give a folder, a .safetensors file, or hf://owner/name")
     if text.startswith("hf://"):
         from kconv.hub import open_hub
 

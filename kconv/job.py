@@ -2,7 +2,7 @@
 
 | file of `.OUT.partial/` | made by | meaning |
 |---|---|---|
-| `.kconv-identity.json` | the first process, atomically | plan, options, source fingerprints, N; another identity refuses |
+| `.kconv-identity.json` | the first process, atomically | plan, options, source fingerprints, N; another job is refused |
 | `.kconv-journal-I-of-N` | part I | finished slabs, `sync` points, `done` |
 | `.kconv-stage-I/` | part I of a conversion from the Hub | the few shards that lie on disk at a time |
 | `.kconv-finisher` | the last part | locked while the folder is finished; the lock dies with its process |
@@ -15,7 +15,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import threading
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kconv import manifest as manifests
 from kconv.errors import KconvError
 from kconv.files import Files, LocalFiles, MappedFiles
+from kconv.folder import begin, publish, sync_folder, write_file
 from kconv.hashing import DEFAULT_DIGEST, digests_of, sha256_file
 from kconv.isos.notes import Notes
 from kconv.journal import Journal
@@ -38,14 +38,15 @@ from kconv.report import Meter
 from kconv.run import Progress, execute
 from kconv.safe_paths import inside
 from kconv.slabs import Slab, part_bytes, streams
-from kconv.source import IDENTITY, MANIFEST, OURS, Checkpoint
+from kconv.source import GROUPS, MANIFEST, OURS, Checkpoint, index_name
 from kconv.staging import StagedFiles
-from kconv.writer import FileSink, publish, slab_checksum, sync_folder, write_file
+from kconv.writer import FileSink, slab_checksum
 
 MOST_WARNINGS = 8
 if TYPE_CHECKING:
     from kconv.hub import HubFiles
 
+COMMAND = "kconv convert"
 SYNC_EVERY = 4 << 30
 COPY_BLOCK = 16 << 20
 FINISHER = f"{OURS}finisher"
@@ -76,6 +77,7 @@ class Job:
         self.plan, self.partial, self.files, self.settings, self.linked = plan, partial, files, settings, linked
         self.sink = FileSink(partial, files, settings.digest if settings.part[1] == 1 else None, settings.direct)
         self.resumed = 0
+        self.fresh = False
         self.links: Counter[str] = Counter()
         self._fingerprints = fingerprints(plan.source)
         self._started = time.monotonic()
@@ -86,9 +88,16 @@ class Job:
         self.journals = [Journal(partial / f"{JOURNAL}-{i}-of-{parts}") for i in range(1, parts + 1)]
         self.journal = self.journals[part - 1]
 
+    def names(self) -> list[str]:
+        """Names of all files of the output."""
+        own, weights = self.plan.layouts.files, [*self.files, *self.linked]
+        groups = dict.fromkeys(f.group for f in weights)
+        beside = [n for n in self.plan.source.other_files() if n not in own]
+        made = [name for name, blob in own.items() if blob is not None and name != "config.json"]
+        return [*(f.name for f in weights), *map(index_name, groups), "config.json", *made, *beside, MANIFEST]
+
     def run(self, *, quiet: bool) -> dict[str, Any]:
         """Do this part's slabs; returns the figures. `finish` does the rest, when all parts are done."""
-        self.partial.mkdir(parents=True, exist_ok=True)
         self._identify()
         self.journal.open()
         try:
@@ -148,31 +157,20 @@ class Job:
                 return False
             self._finish()
             publish(self.partial, out, overwrite=overwrite)
-            tidy(out)
             return True
 
     def _identify(self) -> None:
         """Leave the run's identity, or refuse to go on with another run's folder."""
-        identity = json.loads(json.dumps({
+        job = json.loads(json.dumps({
             "plan": self.plan.digest, "options": self.plan.options, "shard_size": self.settings.shard_size,
             "pieces": part_bytes(self.settings.device), "linked": [f.name for f in self.linked],
             "parts": self.settings.part[1], "source": self._fingerprints,
         }))  # fmt: skip
-        path = self.partial / IDENTITY
-        if not path.exists():
-            draft = self.partial / f"{IDENTITY}.{os.getpid()}"
-            write_file(draft, json.dumps(identity).encode())
-            try:
-                os.link(draft, path)
-            except FileExistsError:
-                pass
-            finally:
-                draft.unlink()
-        found = json.loads(path.read_bytes())
-        if found != identity:
-            differing = sorted(k for k in {*found, *identity} if found.get(k) != identity.get(k))
+        earlier = begin(self.partial, COMMAND, job, self.names())
+        self.fresh = earlier is None
+        if earlier is not None and earlier != job:
             raise KconvError(
-                f"{self.partial} was begun by another run: {', '.join(differing)} differ",
+                f"{self.partial} was begun by another run: {'; '.join(differing(earlier, job))}",
                 hint="the same source and options resume it, --overwrite starts again",
             )
 
@@ -225,7 +223,7 @@ class Job:
             made[name] = _entry(self.partial / name)
         for f in self.files:
             made[f.name] = {"size": f.size, **self._digest(f.name)}
-        write_file(self.partial / MANIFEST, manifests.dump(manifests.build(self.plan, made)))
+        write_file(self.partial / MANIFEST, manifests.dump(manifests.build(self.plan, made, stamps(self.plan.source))))
         sync_folder(self.partial)
 
     def _take_over(self, name: str) -> None:
@@ -271,22 +269,40 @@ def said(heard: Notes) -> list[str]:
     return lines + heard.warnings[:MOST_WARNINGS] + ([f"and {more} more tensors like these"] if more > 0 else [])
 
 
-def tidy(folder: Path) -> None:
-    """Remove the journals and locks of a finished conversion."""
-    for path in folder.glob(f"{OURS}*"):
-        path.unlink()
+def differing(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What two runs differ in, as `key differ (details)`; the plan only where nothing else explains it."""
+    lines = []
+    for key in sorted(k for k in {*then, *now} - {"plan"} if then.get(k) != now.get(k)):
+        before, after = then.get(key), now.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            names = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
+            said = [f"{n}: {_said(before.get(n))} then, {_said(after.get(n))} now" for n in names] if key == "options" else names
+            lines.append(f"{key} differ ({', '.join(said[:MOST_WARNINGS])}{', ...' if len(said) > MOST_WARNINGS else ''})")
+        else:
+            lines.append(f"{key} differ ({_said(before)} then, {_said(after)} now)")
+    return lines or ["the plan differs, though options and source are the same: another version of kconv made it"]
 
 
-def discard(partial: Path) -> None:
-    """Remove an unfinished folder, its identity last, so that a half-removed one is still known for what it is."""
-    for path in [p for p in partial.iterdir() if p.name != IDENTITY]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.rmtree(partial)
+def _said(value: Any) -> str:
+    return "not given" if value is None else str(value)
 
 
 def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
-    """What changes when a source file does."""
-    return {name: checkpoint.files.fingerprint(name) for name in checkpoint.shards}
+    """What changes when a file does that a conversion reads."""
+    return {name: checkpoint.files.fingerprint(name) for name in inputs(checkpoint)}
+
+
+def stamps(checkpoint: Checkpoint) -> dict[str, str]:
+    """Of each input what a later run can hold it against, wherever it lies by then: size and time, or the Hub's hash."""
+    files = checkpoint.files
+    stamp = files.stamp if isinstance(files, LocalFiles) else files.fingerprint
+    return {name: stamp(name) for name in inputs(checkpoint)}
+
+
+def inputs(checkpoint: Checkpoint) -> list[str]:
+    """Names of the source's files that decide what a conversion writes."""
+    beside = {"config.json", MANIFEST, *map(index_name, GROUPS)} & {*checkpoint.files.names()}
+    return [*checkpoint.shards, *sorted(beside), *checkpoint.other_files()]
 
 
 def _entry(path: Path) -> dict[str, Any]:

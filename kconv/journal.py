@@ -12,10 +12,13 @@ last `sync` are trusted and later ones are read back and held against their chec
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from kconv.errors import KconvError
 
 DONE = "done"
 SYNC = "sync"
@@ -32,13 +35,17 @@ class Journal:
         self._fd = -1
 
     def open(self) -> None:
-        """Read what an earlier run left, cut off a torn last line, and open for appending."""
-        if self.path.exists():
-            whole, _, torn = self.path.read_bytes().rpartition(b"\n")
-            self._load(whole.decode().splitlines())
-            if torn:
-                os.truncate(self.path, len(whole) + 1 if whole else 0)
+        """Read what an earlier run left, cut off a torn last line, and open for appending; refuses while another writes it."""
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise KconvError("another process is doing the same part", hint="give each process its own --part I/N") from None
+        whole, _, torn = self.path.read_bytes().rpartition(b"\n")
+        self._load(whole.decode(errors="replace").splitlines())
+        if torn:
+            os.truncate(self.path, len(whole) + 1 if whole else 0)
 
     def _load(self, lines: list[str]) -> None:
         for line in lines:

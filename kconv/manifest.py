@@ -5,6 +5,7 @@
 | `source` | name or repository, revision, its config word for word, its index metadata, how many tensors |
 | `family`, `from`, `to`, `options`, `facts` | what was asked, and what the way back needs to know (root, A_log's form, ...) |
 | `plan_digest`, `grade`, `dropped` | the plan that made it, what it keeps, what was left out and why |
+| `inputs` | what was read: size and time of each of the source's files, or the Hub's hash of it |
 | `files` | size and digest of every other file of the folder: sha256, of large weight files xxh3-128 unless asked otherwise |
 | `versions` | kconv, torch, safetensors, Python |
 | `sha256` | of the rest, in the canonical form in which the file is written: a changed byte shows here as well |
@@ -28,8 +29,8 @@ OURS = ("native", "nemo")  # layouts that kconv made, whose source is what the w
 SEAL = "sha256"
 
 
-def build(plan: Plan, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The manifest of a conversion, from its plan and the files it made."""
+def build(plan: Plan, files: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, str]) -> dict[str, Any]:
+    """The manifest of a conversion, from its plan, the files it made, and the stamps of those it read."""
     source, layouts = plan.source, plan.layouts
     where = source.where if source.where.startswith("hf://") else Path(source.where).resolve().name
     earlier = (source.manifest or {}).get("source")
@@ -54,6 +55,7 @@ def build(plan: Plan, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "tensors": len(plan.targets),
         "dropped": [{"reason": d.reason, "count": len(d.names), "names": folded(d.names)} for d in layouts.drops],
         "notes": layouts.notes,
+        "inputs": {name: inputs[name] for name in sorted(inputs)},
         "files": {name: dict(files[name]) for name in sorted(files)},
         "versions": versions(),
     }

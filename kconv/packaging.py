@@ -18,6 +18,7 @@ Written: one config for all runtimes that read the same, one more for each that 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,17 +28,20 @@ from kconv import checking, digests, draft_checks, modelcard, provenance, runtim
 from kconv import manifest as manifests
 from kconv.adapters.drafts.adapter import NATIVE, DraftSource, read_source
 from kconv.adapters.drafts.spelling import spell
+from kconv.claim import claim, out_path
 from kconv.errors import KconvError, Problems
-from kconv.files import LocalFiles
+from kconv.files import LocalFiles, released
+from kconv.folder import contents, unfinished, write_file
 from kconv.hashing import sha256_file
 from kconv.layout import safetensors_header
-from kconv.preflight import check_folders
+from kconv.preflight import check_filled, check_place
 from kconv.report import human
 from kconv.safe_paths import inside
-from kconv.source import Checkpoint, Entry, open_checkpoint
+from kconv.source import MANIFEST, Checkpoint, Entry, open_checkpoint
 from kconv.target import UNKNOWN, Target, facts
-from kconv.writer import partial_path, publish, write_file
 
+COMMAND = "kconv package"
+WEIGHTS, NOTICE = "model.safetensors", "NOTICE.kconv.md"
 TABLES = ("drop", "keep")
 PIECE = 16 << 20
 CARRIED = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
@@ -86,15 +90,18 @@ def package(
     """
     if tables not in TABLES:
         raise KconvError(f"tables is {tables!r}", hint=f"one of {', '.join(TABLES)}")
-    folder = Path(out)
+    provenance.check_training(training)
+    folder = out_path(out)
     files, whole = checking.open_draft(draft), Target.open(target, repo=target_repo, revision=target_revision)
-    check_folders(files.files, folder, overwrite=overwrite, resume=False)
-    made = _examine(read_source(files, declared), whole, runtime, set(allow), read_tables)
-    _settle_tables(made, tables)
-    partial = partial_path(folder.resolve())
-    rows = [modelcard.result_row(Path(path)) for path in results]
-    block, written = _write(made, partial, training, licence or _own_licence(files), title or folder.resolve().name, rows)
-    publish(partial, folder, overwrite=overwrite)
+    check_place(files.files, folder, os.path.ismount(out), "draft")
+    check_place(whole.files, folder, what="target")
+    with claim(folder), released(files.files, whole.files):
+        check_filled(folder, overwrite=overwrite, resume=False)
+        made = _examine(read_source(files, declared), whole, runtime, set(allow), read_tables)
+        _settle_tables(made, tables)
+        rows = [modelcard.result_row(Path(path)) for path in results]
+        with unfinished(folder, COMMAND, _names(made), overwrite=overwrite) as partial:
+            block, written = _write(made, partial, training, licence or _own_licence(files), title or folder.name, rows)
     about = block["target"]
     return {
         "out": str(folder), "family": runtimes.family(made.native), "runtimes": written, "target": about["repo"],
@@ -173,11 +180,8 @@ def _write(
     results: Sequence[tuple[str, str]],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """All files, the manifest last; the provenance block, and runtime -> config file."""
-    partial.mkdir(parents=True, exist_ok=True)
-    for leftover in sorted(partial.rglob("*"), reverse=True):
-        leftover.unlink() if leftover.is_file() else leftover.rmdir()
-    _write_weights(made.entries, made.source.checkpoint, partial / "model.safetensors")
-    weights = open_checkpoint(LocalFiles(partial))
+    _write_weights(made.entries, made.source.checkpoint, partial / WEIGHTS)
+    weights = open_checkpoint(LocalFiles(partial / WEIGHTS))
     weights.config, weights.manifest = made.source.original or made.source.checkpoint.config, made.source.checkpoint.manifest
     block = provenance.build(
         weights,
@@ -199,8 +203,20 @@ def _write(
     kept = _carry(made, partial, licence)
     card = modelcard.draft_card(title, block, written.items(), licence=licence, notes=[*made.notes, *kept], results=results)
     write_file(partial / "README.md", card.encode())
-    write_file(partial / "kconv.json", manifests.dump(_manifest(made, partial, block, written)))
+    write_file(partial / MANIFEST, manifests.dump(_manifest(made, partial, block, written)))
     return block, written
+
+
+def _names(made: Package) -> list[str]:
+    """Every file that the folder may get."""
+    configs = [f"runtimes/{runtime.name}/config.json" for runtime in made.runtimes]
+    return [WEIGHTS, "config.json", *configs, *_licences(made), "LICENSE.target", NOTICE, "README.md", MANIFEST]
+
+
+def _licences(made: Package) -> list[str]:
+    """The draft's licences and notices, which go along."""
+    names = made.source.checkpoint.files.names()
+    return [n for n in names if "/" not in n and n.upper().startswith(CARRIED) and n not in ("LICENSE.target", NOTICE)]
 
 
 def _write_weights(entries: Mapping[str, Entry], source: Checkpoint, path: Path) -> None:
@@ -217,14 +233,14 @@ def _carry(made: Package, partial: Path, licence: Mapping[str, str]) -> list[str
     """Licences and notices, byte for byte, and a notice of our own; notes on what stays behind."""
     files = made.source.checkpoint.files
     names = files.names()
-    for name in (n for n in names if "/" not in n and n.upper().startswith(CARRIED)):
+    for name in _licences(made):
         write_file(inside(partial, name), files.read(name))
     theirs = [n for n in made.target.files.names() if "/" not in n and n.upper().startswith(("LICENSE", "LICENCE"))]
     copied = [k for k, origin in made.origins.items() if origin == "copy"]
     if copied and theirs:
         write_file(partial / "LICENSE.target", made.target.files.read(theirs[0]))
-    write_file(partial / "NOTICE.kconv.md", _notice(made, copied, licence).encode())
-    skip = ("config.json", "kconv.json", "README.md", "generation_config.json")
+    write_file(partial / NOTICE, _notice(made, copied, licence).encode())
+    skip = ("config.json", MANIFEST, "README.md", "generation_config.json")
     left = [n for n in names if n not in skip and not n.upper().startswith(CARRIED) and ".safetensors" not in n]
     return (
         [f"files of the source that are not carried over: {', '.join(left[:8])}{', ...' if len(left) > 8 else ''}"]
@@ -250,7 +266,7 @@ def _notice(made: Package, copied: Sequence[str], licence: Mapping[str, str]) ->
 
 def _manifest(made: Package, partial: Path, block: Mapping[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
     where = made.source.checkpoint.where
-    paths = {p.relative_to(partial).as_posix(): p for p in sorted(partial.rglob("*")) if p.is_file()}
+    sizes = contents(partial)
     return {
         "format": manifests.FORMAT,
         "kind": "draft-package",
@@ -262,7 +278,7 @@ def _manifest(made: Package, partial: Path, block: Mapping[str, Any], written: M
         "target": {"repo": block["target"]["repo"], "revision": block["target"]["revision"]},
         "runtimes": dict(written),
         "tables": made.origins,
-        "files": {name: {"size": p.stat().st_size, "sha256": sha256_file(p)} for name, p in paths.items()},
+        "files": {name: {"size": sizes[name], "sha256": sha256_file(partial / name)} for name in sorted(sizes)},
         "versions": manifests.versions(),
     }
 

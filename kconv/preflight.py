@@ -2,7 +2,8 @@
 
 | checked | against |
 |---|---|
-| the target folder | writable, empty or absent, no mount point, not inside the source nor around it |
+| the target folder | writable, empty or absent or all of it kconv's own, no mount point, not inside the source nor around it |
+| the files beside the weights | readable |
 | bytes to write, less what an earlier run wrote | free space of the target's file system |
 | number of files | free inodes |
 | the largest file | the file-size limit of the process |
@@ -22,11 +23,13 @@ import numpy as np
 
 from kconv.errors import BadData, EnvironmentLacks, KconvError, Problems
 from kconv.files import LocalFiles
+from kconv.folder import check_own, manifest_of
 from kconv.isos.shape import TrimZeros
 from kconv.layout import OutFile
 from kconv.plans import Edge, Plan
 from kconv.report import human
 from kconv.slabs import part_bytes
+from kconv.source import MANIFEST
 from kconv.spec import torch_dtype
 
 SLACK = 1 << 20
@@ -49,14 +52,17 @@ def peak_bytes(plan: Plan, workers: int, device: str = "cpu") -> int:
 
 
 def check_folders(source: object, out: Path, *, overwrite: bool, resume: bool) -> None:
-    """Refuse an output that is, holds, or lies inside the source, and one that is not empty or cannot be made."""
-    is_mount, out = os.path.ismount(out), out.resolve()
+    """`check_place` and `check_filled`, where nobody else makes the folder."""
+    check_place(source, out.resolve(), os.path.ismount(out))
+    check_filled(out.resolve(), overwrite=overwrite, resume=resume)
+
+
+def check_place(source: object, out: Path, is_mount: bool = False, what: str = "source") -> None:
+    """Refuse an output that is, holds, or lies inside what is read, and one that cannot be made."""
     if isinstance(source, LocalFiles):
-        _refuse_overlap(source, out)
+        _refuse_overlap(source, out, what)
     if out.exists() and not out.is_dir():
         raise KconvError(f"the output {out} is a file", hint="give a folder that does not exist yet: convert SOURCE OUT")
-    if out.exists() and any(out.iterdir()):
-        _refuse_filled(out, overwrite=overwrite, resume=resume)
     if is_mount:
         raise KconvError(
             f"the output {out} is a mount point, and a finished folder is put in place by a rename",
@@ -72,29 +78,33 @@ def check_folders(source: object, out: Path, *, overwrite: bool, resume: bool) -
         )
 
 
-def _refuse_overlap(source: LocalFiles, out: Path) -> None:
+def _refuse_overlap(source: LocalFiles, out: Path, what: str) -> None:
     root = source.root.resolve()
     if out == root or root.is_relative_to(out) or (out.is_relative_to(root) and not source.single):
         relation = "is" if out == root else "lies inside" if out.is_relative_to(root) else "holds"
         raise KconvError(
-            f"the output {out} {relation} the source {source.where}",
-            hint="the source is never written to; give a folder beside it: convert SOURCE OUT",
+            f"the output {out} {relation} the {what} {source.where}",
+            hint=f"the {what} is never written to; give a folder beside it: convert SOURCE OUT",
         )
 
 
-def _refuse_filled(out: Path, *, overwrite: bool, resume: bool) -> None:
-    ours = (out / "kconv.json").exists()
+def check_filled(out: Path, *, overwrite: bool, resume: bool) -> None:
+    """Refuse an output that is not empty, unless kconv made all of it and it may be replaced."""
+    if not out.exists() or not any(out.iterdir()):
+        return
+    found = manifest_of(out)
     if not overwrite:
-        hint = "--overwrite replaces it" if ours else "give a new folder; --overwrite replaces only what kconv made"
+        hint = "--overwrite replaces it" if found else "give a new folder; --overwrite replaces only what kconv made"
         raise KconvError(
-            f"the output folder {out} is not empty: {'it holds a finished conversion' if ours else _some(out)}",
-            hint=("nothing is left to resume; " if resume and ours else "") + hint,
+            f"the output folder {out} is not empty: {'it holds a finished conversion' if found else _some(out)}",
+            hint=("nothing is left to resume; " if resume and found else "") + hint,
         )
-    if not ours:
+    if found is None:
         raise KconvError(
             f"{out} was not made by kconv ({_some(out)}), so --overwrite does not touch it",
             hint="remove it yourself, or give another folder",
         )
+    check_own(out, found["files"].keys() | {MANIFEST})
 
 
 def _some(folder: Path) -> str:
@@ -157,6 +167,16 @@ def stored_bytes(plan: Plan, nbytes: int) -> int:
     shards = [files.path(s).stat() for s in plan.source.shards]
     apparent, stored = sum(s.st_size for s in shards), sum(s.st_blocks * 512 for s in shards)
     return nbytes if stored >= apparent // 2 else int(nbytes * (stored / max(1, apparent)))
+
+
+def check_beside(plan: Plan) -> None:
+    """Refuse files beside the weights that cannot be read, before anything is written."""
+    files = plan.source.files
+    for name in plan.source.other_files() if isinstance(files, LocalFiles) else ():
+        try:
+            files.read(name, 0, min(1, files.size(name)))
+        except OSError as e:
+            raise KconvError(f"cannot read {files.where}/{name}: {e.strerror}", hint="check its permissions and the disk") from e
 
 
 def check_memory(peak: int) -> None:

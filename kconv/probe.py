@@ -20,8 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kconv.claim import out_path
 from kconv.direct import SYSTEMS, file_system
 from kconv.files import LocalFiles
+from kconv.folder import partial_path
 from kconv.layout import lay_out
 from kconv.plans import Plan
 from kconv.preflight import (
@@ -36,7 +38,6 @@ from kconv.preflight import (
     stored_bytes,
 )  # fmt: skip
 from kconv.source import Checkpoint
-from kconv.writer import partial_path
 
 PROBE_SECONDS = 0.25
 PROBE_BLOCK = 4 << 20
@@ -45,7 +46,7 @@ PROBE_MOST = 256 << 20
 
 def preflight(plan: Plan, out: str | os.PathLike[str], *, shard_size: int, workers: int) -> dict[str, Any]:
     """Refuse what `convert` to this folder would refuse; otherwise its needs, what there is, and the estimated seconds."""
-    target = Path(out).resolve()
+    target = out_path(out)
     check_folders(plan.source.files, Path(out), overwrite=False, resume=False)
     files = lay_out(plan.targets, shard_size)
     need, peak = needed_bytes(plan, files), peak_bytes(plan, workers)

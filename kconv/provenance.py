@@ -84,9 +84,7 @@ def build(
         target_facts: what `kconv.target.facts` returned for this target and the draft's taps, if it is at hand.
     """
     taps = config.get("target_layer_ids")
-    known = training or {}
-    if surplus := set(known) - set(TRAINING):
-        raise KconvError(f"training has no {', '.join(sorted(surplus))}", hint=f"it has {', '.join(TRAINING)}")
+    known = check_training(training)
     block = {
         "format": FORMAT,
         "target": dict(target_facts or facts(target, taps)),
@@ -97,6 +95,13 @@ def build(
     if found := problems(block):
         raise AssertionError(f"built a block against its own schema: {found}")
     return block
+
+
+def check_training(training: Mapping[str, str] | None) -> Mapping[str, str]:
+    """What is said of the training, never None; refuses keys that the block has no place for."""
+    if surplus := set(training or {}) - set(TRAINING):
+        raise KconvError(f"training has no {', '.join(sorted(surplus))}", hint=f"it has {', '.join(TRAINING)}")
+    return training or {}
 
 
 def draft_facts(

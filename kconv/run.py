@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -309,7 +310,7 @@ def execute(
     finally:
         stop.set()
         for thread in threads:
-            if thread.ident is not None:  # else an interrupt came before it was started
+            with suppress(RuntimeError):  # interrupted before it was started: it finds `stop` and does nothing
                 thread.join()
     if failures:  # of what failed at the same time, the first in the file: the same each time
         raise min(failures, key=lambda failure: failure[0])[1]

@@ -30,6 +30,7 @@ from kconv.source import MANIFEST, Entry, read_json
 
 UNKNOWN = "unknown"
 SHA = re.compile(r"[0-9a-f]{40}")
+REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 TOKENIZER = re.compile(
     r"tokenizer\.(json|model)|tiktoken\.model|vocab\.(json|txt)|merges\.txt|tokenizer_config\.json|special_tokens_map\.json"
     r"|added_tokens\.json|spiece\.model|tokenization_\w+\.py"
@@ -55,6 +56,10 @@ class Target:
     @classmethod
     def open(cls, source: Any, *, repo: str | None = None, revision: str | None = None) -> Target:
         """The target of a folder or `hf://owner/name[@revision]`; `repo` and `revision` say what a folder is a copy of."""
+        if repo is not None and not REPO.fullmatch(repo):
+            raise KconvError(f"the target's repository {repo!r} is no name of the Hub", hint="write OWNER/NAME")
+        if revision is not None and not SHA.fullmatch(revision):
+            raise KconvError(f"the target's revision {revision!r} is no commit", hint="give the 40 hex digits: a branch moves on")
         target = cls(open_files(source), repo, revision)
         if not target.config:
             raise KconvError(f"{target.where} has no config.json", hint="give the target's checkpoint folder or hf://owner/name")

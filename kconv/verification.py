@@ -23,7 +23,7 @@ from kconv import beside
 from kconv import manifest as manifests
 from kconv.conversion import default_workers, plan
 from kconv.errors import KconvError
-from kconv.files import Files, open_files
+from kconv.files import Files, open_files, released
 from kconv.hashing import digests_of, stated
 from kconv.isos.base import Grade
 from kconv.names import folded
@@ -196,7 +196,7 @@ def _compare(checked: Plan, against: Checkpoint, sample: int | None, workers: in
     missing = list(checked.findings.missing) + [n for n in checked.targets if n not in against.entries]
     wrong = [n for n, t in checked.targets.items() if n in against.entries and against.entries[n].spec != t.spec]
     usable = {n for n in checked.targets if n in against.entries and n not in set(wrong)}
-    with Meter("verify", sum(checked.targets[n].spec.nbytes for n in usable), quiet=quiet) as meter:
+    with released(against.files, checked.source.files), Meter("verify", sum(checked.targets[n].spec.nbytes for n in usable), quiet=quiet) as meter:
         execute(_chosen(checked, sink, usable, sample, seed), checked.source.files, sink, workers=workers, tick=meter)
     shown = list(dict.fromkeys([*map(str, sink.differences.values()), *sink.refusals.values()]))[:MOST_SHOWN]
     shown += [f"{n} is {checked.targets[n].spec}, {against.entries[n].spec} in {against.where}" for n in wrong][:MOST_SHOWN]

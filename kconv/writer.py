@@ -1,17 +1,16 @@
-"""Writing: pre-sized output files under a temporary name, slabs landing by `pwrite`, one rename at the end.
+"""Writing weights: pre-sized output files in the unfinished folder, slabs landing by `pwrite`.
 
 | moment | what is on disk |
 |---|---|
 | prepare | `.OUT.partial/` with every file at its full size and header, and the journal |
 | while running | slabs in any order, large ones past the page cache; zero bytes are not written, the file is a hole there |
-| finish | all files synced, side files, index, manifest; then `.OUT.partial` is renamed to OUT |
+| finish | all files synced, side files, index, manifest; then `kconv.folder` puts it in place |
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,11 +30,6 @@ SYNC_FILE_RANGE_WRITE = 2
 OPEN_FILES = 32
 _libc = ctypes.CDLL(None, use_errno=True)
 ZEROS: dict[int, str] = {}
-
-
-def partial_path(out: Path) -> Path:
-    """Where an unfinished conversion to `out` lives."""
-    return out.parent / f".{out.name}.partial"
 
 
 def digest_of(data: np.ndarray) -> str:
@@ -151,34 +145,3 @@ class FileSink:
         """Close every descriptor."""
         self._direct.close()
         self._fds.close()
-
-
-def sync_folder(path: Path) -> None:
-    """fsync a folder, so that names in it survive a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and sync it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def publish(partial: Path, out: Path, *, overwrite: bool) -> None:
-    """Rename a finished partial folder to OUT; an old OUT is moved aside first and removed last."""
-    old = None
-    if overwrite and out.exists():
-        old = out.parent / f".{out.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(out, old)
-    os.rename(partial, out)
-    sync_folder(out.parent)
-    if old:
-        shutil.rmtree(old)

@@ -128,7 +128,8 @@ def _unforeseen(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     what = f"{type(error).__name__}: {printable(redacted(str(error)))}"[:300]
-    return f"kconv did not foresee this: {what}{at}; please report it, with the traceback that {TRACEBACK}=1 shows"
+    said = f"kconv did not foresee this: {what}{at}; please report it, with the traceback that {TRACEBACK}=1 shows"
+    return "; ".join([said, *getattr(error, "__notes__", [])])
 
 
 def fail(message: str, code: int, as_json: bool, problems: list[str] | None = None) -> int:

@@ -21,7 +21,7 @@ def command(source: str, to: str, out: str | None, shard_size: int | None, **opt
     from kconv.preflight import peak_bytes
     from kconv.report import human, print_plan
 
-    if shard_size and not out:
+    if shard_size and out is None:
         raise click.UsageError("--shard-size has no effect without --out")
     announce(f"plan: reading the headers of {source}")
     made = plan(source, to, **options)
@@ -30,7 +30,7 @@ def command(source: str, to: str, out: str | None, shard_size: int | None, **opt
     if data["problems"]:
         made.check()
     extra = {"in flight": f"{human(peak)} at most", "digest": made.digest}
-    if out:
+    if out is not None:
         from kconv.probe import preflight
 
         data["preflight"] = preflight(made, out, shard_size=shard_size or SHARD_SIZE, workers=default_workers())

@@ -19,7 +19,6 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kconv.errors import KconvError
@@ -87,7 +86,7 @@ def tiny(name: str, out: str | os.PathLike[str], *, seed: int = 0, full_size: bo
     """
     chosen = family(name)
     made = _full_size(name, chosen, options) if full_size else synthesize(name, seed=seed, **options)
-    facts = write_checkpoint(made, Path(out))
+    facts = write_checkpoint(made, out)
     return {"family": name, "out": str(out), "seed": None if full_size else seed, "full_size": full_size, **facts}
 
 

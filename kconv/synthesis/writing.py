@@ -7,23 +7,24 @@ without values is laid out as sparse files: true headers and sizes, the data hol
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kconv.errors import KconvError
+from kconv.claim import claim, out_path
+from kconv.folder import unfinished
 from kconv.layout import OutFile, safetensors_header
-from kconv.preflight import check_folders, check_room
+from kconv.preflight import check_filled, check_place, check_room
 from kconv.safe_paths import inside
 from kconv.source import index_name
 from kconv.spec import BITS, Spec, spec_of
-from kconv.writer import partial_path, publish
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+COMMAND = "kconv tiny"
 SINGLE = "model.safetensors"
 
 
@@ -43,25 +44,20 @@ class Synthetic:
         return sum(spec.nbytes for spec in self.specs.values())
 
 
-def write_checkpoint(made: Synthetic, out: Path) -> dict[str, Any]:
+def write_checkpoint(made: Synthetic, out: str | os.PathLike[str]) -> dict[str, Any]:
     """Write it into a new folder; returns `tensors`, `bytes` and `shards`."""
-    check_folders(None, out, overwrite=False, resume=False)
-    partial = partial_path(out.resolve())
-    if partial.exists():
-        raise KconvError(f"{partial} is in the way: an unfinished run left it", hint=f"finish that run or remove {partial.name}")
-    files = _files(made)
+    folder = out_path(out)
+    check_place(None, folder)
+    files, side = _files(made), _side_files(made)
     data = made.nbytes if made.value else 0
-    check_room(out.resolve(), files, partial, data + sum(len(f.header) for f in files))
-    partial.mkdir(parents=True)
-    try:
-        for file in files:
-            _write_shard(made, file, inside(partial, file.name))
-        for name, blob in _side_files(made).items():
-            inside(partial, name).write_bytes(blob)
-        publish(partial, out, overwrite=False)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with claim(folder):
+        check_filled(folder, overwrite=False, resume=False)
+        with unfinished(folder, COMMAND, [*(f.name for f in files), *side]) as partial:
+            check_room(folder, files, partial, data + sum(len(f.header) for f in files))
+            for file in files:
+                _write_shard(made, file, inside(partial, file.name))
+            for name, blob in side.items():
+                inside(partial, name).write_bytes(blob)
     return {"tensors": len(made.specs), "bytes": made.nbytes, "shards": len(files)}
 
 

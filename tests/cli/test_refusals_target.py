@@ -122,7 +122,7 @@ def test_resume_with_other_options_or_another_source(src: Path, tmp_path: Path, 
         patched.setattr(os, "fdatasync", full)
         run("convert", src, tmp_path / "out")
     message = refused(src, tmp_path / "out", "--resume", "--experts", "bf16")
-    assert ".out.partial was begun by another run: options, plan differ" in message
+    assert ".out.partial was begun by another run: options differ (experts: not given then, bf16 now)" in message
     assert "shard_size differ" in refused(src, tmp_path / "out", "--resume", "--shard-size", "1MB")
     os.utime(src / shard_name(1, 2), (1, 1))
     assert "was begun by another run: source differ" in refused(src, tmp_path / "out", "--resume")
