@@ -196,7 +196,8 @@ def _compare(checked: Plan, against: Checkpoint, sample: int | None, workers: in
     missing = list(checked.findings.missing) + [n for n in checked.targets if n not in against.entries]
     wrong = [n for n, t in checked.targets.items() if n in against.entries and against.entries[n].spec != t.spec]
     usable = {n for n in checked.targets if n in against.entries and n not in set(wrong)}
-    with released(against.files, checked.source.files), Meter("verify", sum(checked.targets[n].spec.nbytes for n in usable), quiet=quiet) as meter:
+    total = sum(checked.targets[n].spec.nbytes for n in usable)
+    with released(against.files, checked.source.files), Meter("verify", total, quiet=quiet) as meter:
         execute(_chosen(checked, sink, usable, sample, seed), checked.source.files, sink, workers=workers, tick=meter)
     shown = list(dict.fromkeys([*map(str, sink.differences.values()), *sink.refusals.values()]))[:MOST_SHOWN]
     shown += [f"{n} is {checked.targets[n].spec}, {against.entries[n].spec} in {against.where}" for n in wrong][:MOST_SHOWN]

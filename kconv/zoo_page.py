@@ -5,6 +5,7 @@ JavaScript only filters. Every card has an anchor (its id), and the index at the
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from html import escape
@@ -13,15 +14,22 @@ from typing import Any
 
 from kconv.cards import Card
 from kconv.errors import KconvError, Problems
+from kconv.folder import write_file
 from kconv.zoo import UNKNOWN, card_problems, cards, size
 from kconv.zoo_style import SCRIPT, STYLE
 
 MARKS = {"verified": "\u2713", "unverified": "\u25cb", "unsupported": "\u2715", "not_applicable": "\u2013"}
+HEAD = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>kconv model zoo</title>'
 WORDS = {"not_applicable": "not applicable"}
 
 
 def write_page(out: str | Path) -> dict[str, Any]:
-    """Write the page to OUT (a `.html` file, or a folder that gets `index.html`); returns `path`, `cards`, `bytes`."""
+    """Write the page to OUT (a `.html` file, or a folder that gets `index.html`); returns `path`, `cards`, `bytes`.
+
+    Replaces an earlier page of the zoo and no other file.
+    """
+    if not str(out):
+        raise KconvError("the output is an empty name", hint="give a folder or a .html file")
     path = Path(out)
     if path.suffix != ".html":
         path = path / "index.html"
@@ -31,8 +39,11 @@ def write_page(out: str | Path) -> dict[str, Any]:
         raise Problems("the cards are not sound:", [f"{where}: {p}" for where, found in wrong.items() for p in found])
     html = page(shown)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(html, encoding="utf-8")
+        if path.exists() and not path.read_bytes().startswith(HEAD.encode()):
+            raise KconvError(f"{path} is there and no page of the zoo, so it is not replaced", hint="give another name")
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        write_file(draft, html.encode())
+        os.replace(draft, path)
     except OSError as e:
         raise KconvError(f"cannot write {path}: {e.strerror}", hint="give a folder you may write to") from e
     return {"path": str(path), "cards": len(shown), "bytes": len(html.encode())}
@@ -65,7 +76,7 @@ def page(shown: list[Card]) -> str:
         "Sizes are decimal. Unverified means that nobody ran the command shown there yet.</p></footer>"
     )
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>kconv model zoo</title>'
+        f"{HEAD}"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<style>{STYLE}</style></head><body>{body}<script>{SCRIPT}</script></body></html>\n"

@@ -603,12 +603,15 @@ def capture(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     kept = {n: (t.float() if t.is_floating_point() else t).cpu().contiguous() for n, t in entries.items()}
     kept |= {"input_ids": ids, "attention_mask": mask}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = args.out.with_name(args.out.name + ".partial")
-    save_file(kept, temporary, metadata={"kconv_golden": json.dumps(meta)})
-    umask = os.umask(0)
-    os.umask(umask)
-    temporary.chmod(0o666 & ~umask)
-    os.replace(temporary, args.out)
+    temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")  # nobody else's, unlike a fixed name
+    try:
+        save_file(kept, temporary, metadata={"kconv_golden": json.dumps(meta)})
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        os.replace(temporary, args.out)
+    finally:
+        temporary.unlink(missing_ok=True)
     return {"golden": str(args.out), "tokens": int(mask.sum()), "entries": len(kept), "points": len(order)} | {
         k: meta[k] for k in ("reference", "dtype", "device", "operators", "transformers", "torch")
     }

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kconv.errors import EnvironmentLacks, KconvError
+from kconv.files import LocalFiles
+from kconv.headers import read_header
 
 SCRIPT = Path(__file__).with_name("capture_script.py")
 TAIL = 12  # lines of a crashed reference's last words
@@ -68,12 +70,24 @@ def _target(ref: str | Path, out: str | Path, overwrite: bool) -> Path:
     """The file to write; refused where it is there, or where `ref` is no folder."""
     if str(ref).startswith("hf://") or not Path(ref).is_dir():
         raise KconvError(f"{ref} is no folder", hint="a reference runs from a local folder; `hf download OWNER/NAME` makes one")
+    if not str(out):
+        raise KconvError("the output is an empty name", hint="give a folder or a .safetensors file")
     target = Path(out)
     if target.is_dir() or target.suffix != ".safetensors":
         target = target / "golden.safetensors"
     if target.exists() and not overwrite:
         raise KconvError(f"{target} is there already", hint="--overwrite replaces it")
+    if target.exists() and not _is_golden(target):
+        raise KconvError(f"{target} is no golden file, so --overwrite does not touch it", hint="give another name")
     return target
+
+
+def _is_golden(path: Path) -> bool:
+    try:
+        header, _ = read_header(LocalFiles(path), path.name, path.stat().st_size)
+    except (OSError, ValueError):
+        return False
+    return "kconv_golden" in (header.get("__metadata__") or {})
 
 
 def _run(python: str, argv: list[str]) -> dict[str, Any]:

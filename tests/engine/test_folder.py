@@ -453,3 +453,23 @@ def test_calls_leave_no_descriptor_open(src: Path, draft: Path, target: Path, tm
 def test_done_says_nothing_beside_the_output(src: Path, tmp_path: Path) -> None:
     done("convert", src, tmp_path / "deep" / "out")
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+# Single files
+
+
+def test_the_zoo_page_replaces_a_page_and_nothing_else(tmp_path: Path) -> None:
+    mine = tmp_path / "index.html"
+    mine.write_text("<html>my own site</html>")
+    assert "is there and no page of the zoo" in error_of(run("zoo", "page", tmp_path, "--json"), 2)
+    assert mine.read_text() == "<html>my own site</html>"
+    mine.unlink()
+    done("zoo", "page", tmp_path)
+    done("zoo", "page", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["index.html"]
+
+
+def test_capture_overwrites_a_golden_file_and_nothing_else(draft: Path, tmp_path: Path) -> None:
+    ref = shutil.copytree(draft, tmp_path / "ref")
+    said = refused_and_untouched(lambda: kconv.parity.capture(ref, ref / "model.safetensors", overwrite=True), tmp_path)
+    assert "is no golden file, so --overwrite does not touch it" in said
