@@ -17,7 +17,7 @@ from kconv import side_files
 from kconv.adapters import Options, layouts_for
 from kconv.claim import claim, out_path
 from kconv.errors import Altered, AnswerIsNo, BadData, EnvironmentLacks, KconvError
-from kconv.files import Files, released
+from kconv.files import Files, LocalFiles, released
 from kconv.folder import check_left, check_names, discard, manifest_of, missing, partial_path
 from kconv.hashing import DEFAULT_DIGEST
 from kconv.isos.base import Grade
@@ -149,12 +149,16 @@ def _run(job: Job, target: Path, *, overwrite: bool, quiet: bool) -> dict[str, A
     try:
         return {**job.run(quiet=quiet), "finished": job.finish(target, overwrite=overwrite), "links": dict(job.links)}
     except KconvError as e:
-        undone = not job.journal.holds_work() if isinstance(e, Altered) else job.fresh and e.exit_code == KconvError.exit_code
+        local = isinstance(job.plan.source.files, LocalFiles)
+        refusal = e.exit_code == KconvError.exit_code
+        undone = refusal and (job.fresh if local else not job.journal.holds_work())
         if job.settings.part[1] == 1 and (undone or isinstance(e.__cause__, BadData)):
             discard(job.partial)  # nothing to resume: the source itself is at fault, or what was asked
         elif isinstance(e, Altered):
             hint = "what was converted before is kept: --resume fetches the file again and goes on, --overwrite starts again"
             raise Altered(e.message, hint=hint) from None
+        elif refusal and not local:  # a download that failed for good, after hours perhaps
+            raise EnvironmentLacks(e.message, hint=KEPT.format(job.partial.name)) from e
         elif job.partial.exists() and "--resume" not in (e.hint or ""):
             e.hint = "; ".join(filter(None, (e.hint, KEPT.format(job.partial.name))))
         raise

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kconv.errors import EnvironmentLacks, KconvError
-from kconv.headers import parse
+from kconv.json_text import MOST, parse
 from kconv.source import IDENTITY, MANIFEST, OURS
 
 REPLACES = f"{OURS}replaces"
@@ -90,7 +90,7 @@ def identity_of(partial: Path) -> dict[str, Any] | None:
             raise _not_ours(partial, f"a folder that holds {_named(left)}")
         return {}
     try:
-        found = parse(path.read_bytes(), IDENTITY)
+        found = _object(path)
     except ValueError as e:
         raise _not_ours(partial, f"a folder with a damaged identity ({e})") from None
     files = found.get("files")
@@ -155,12 +155,21 @@ def _named(names: Collection[str]) -> str:
 def manifest_of(out: Path) -> dict[str, Any] | None:
     """The manifest of a finished folder; None where kconv did not make it or its manifest cannot be read."""
     try:
-        found = parse((out / MANIFEST).read_bytes(), MANIFEST)
+        found = _object(out / MANIFEST)
     except (OSError, ValueError):
         return None
     files = found.get("files")
     well = isinstance(files, dict) and all(isinstance(known, dict) for known in files.values())
     return found if well and "format" in found else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A small JSON object; raises ValueError where it is none."""
+    with open(path, "rb") as handle:
+        text = handle.read(MOST + 1)
+    if len(text) > MOST:
+        raise ValueError(f"{path.name} has more than {MOST:,} bytes")
+    return parse(text, path.name)
 
 
 def missing(out: Path, manifest: Mapping[str, Any]) -> list[str]:

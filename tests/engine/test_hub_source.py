@@ -87,8 +87,9 @@ def test_resumes_with_what_was_downloaded(published: Path, hub: HubServer, tmp_p
     shard = next(published.glob("model-00007-*"))
     stored = hashlib.sha256(shard.read_bytes()).hexdigest()
     fault = hub.faults.add(Fault(stored, method="GET", status=404, skip=3, times=None))
-    with pytest.raises(KconvError):
+    with pytest.raises(KconvError, match="the same command with --resume goes on") as raised:
         kconv.convert(f"hf://{REPO}", tmp_path / "out", **OPTIONS)
+    assert raised.value.exit_code == 3
     assert fault.hits
     assert not (tmp_path / "out").exists()
     hub.faults.clear()
