@@ -150,7 +150,7 @@ def _run(job: Job, target: Path, *, overwrite: bool, quiet: bool) -> dict[str, A
         return {**job.run(quiet=quiet), "finished": job.finish(target, overwrite=overwrite), "links": dict(job.links)}
     except KconvError as e:
         local = isinstance(job.plan.source.files, LocalFiles)
-        refusal = e.exit_code == KconvError.exit_code
+        refusal = job.begun and e.exit_code == KconvError.exit_code
         undone = refusal and (job.fresh if local else not job.journal.holds_work())
         if job.settings.part[1] == 1 and (undone or isinstance(e.__cause__, BadData)):
             discard(job.partial)  # nothing to resume: the source itself is at fault, or what was asked

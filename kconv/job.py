@@ -77,7 +77,7 @@ class Job:
         self.plan, self.partial, self.files, self.settings, self.linked = plan, partial, files, settings, linked
         self.sink = FileSink(partial, files, settings.digest if settings.part[1] == 1 else None, settings.direct)
         self.resumed = 0
-        self.fresh = False
+        self.fresh, self.begun = False, False
         self.links: Counter[str] = Counter()
         self._fingerprints = fingerprints(plan.source)
         self._started = time.monotonic()
@@ -173,6 +173,7 @@ class Job:
                 f"{self.partial} was begun by another run: {'; '.join(differing(earlier, job))}",
                 hint="the same source and options resume it, --overwrite starts again",
             )
+        self.begun = True
 
     def _todo(self, stream: Iterator[Slab]) -> Iterator[Slab]:
         """This part's slabs that no earlier run finished; those recorded since the last sync are read back first."""
