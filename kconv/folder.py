@@ -16,6 +16,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ from kconv.source import IDENTITY, MANIFEST, OURS
 REPLACES = f"{OURS}replaces"
 WORDS = {"kconv convert": "conversion", "kconv package": "package"}
 MOST_NAMED = 4
+DOWNLOAD = re.compile(r"(\.[0-9a-f]{12})?\.part$")  # a file of the Hub that is not here whole yet
 RENAME_EXCHANGE, AT_FDCWD = 2, -100
 NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -139,7 +141,7 @@ def foreign(folder: Path, own: Collection[str]) -> list[str]:
         here = PurePosixPath(Path(base).relative_to(folder).as_posix())
         top = str(here) == "."
         folders[:] = [f for f in folders if not (top and f.startswith(OURS))]
-        found += [str(here / f) for f in files if str(here / f) not in known and not (top and _record(f))]
+        found += [str(here / f) for f in files if DOWNLOAD.sub("", str(here / f)) not in known and not (top and _record(f))]
         found += [f"{here / f}/" for f in folders if str(here / f) not in parents or Path(base, f).is_symlink()]
     return sorted(found)
 
