@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import yaml
+from kconv import yaml_text
 
 _LICENSES = """
     apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
@@ -40,21 +40,6 @@ LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|code|multilingual")
 BLOCK = re.compile(r"\A---[ \t]*\r?\n(?P<yaml>.*?)(?:^---[ \t]*\r?$)", re.S | re.M)
 
 
-class _Unique(yaml.SafeLoader):
-    """YAML without duplicate keys."""
-
-
-def _mapping(loader: _Unique, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    twice = sorted({str(k) for k in keys if keys.count(k) > 1})
-    if twice:
-        raise yaml.YAMLError(f"the key {', '.join(twice)} is there twice")
-    return loader.construct_mapping(node, deep=True)
-
-
-_Unique.add_constructor("tag:yaml.org,2002:map", _mapping)
-
-
 def metadata(readme: str) -> tuple[dict[str, Any], list[str]]:
     """The metadata of a README and what keeps it from being read."""
     text = readme.removeprefix("\ufeff")
@@ -64,11 +49,9 @@ def metadata(readme: str) -> tuple[dict[str, Any], list[str]]:
     if not match:
         return {}, ["README.md: the metadata block is not closed by a line ---"]
     try:
-        data = yaml.load(match["yaml"], Loader=_Unique)
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        where = f" at line {mark.line + 2}" if mark else ""
-        return {}, [f"README.md metadata is not valid YAML{where}: {getattr(e, 'problem', None) or e}"]
+        data = yaml_text.parse(match["yaml"], first_line=2)
+    except ValueError as e:
+        return {}, [f"README.md metadata is {e}"]
     if not isinstance(data, dict):
         return {}, ["README.md: the metadata must be a mapping of names to values"]
     return data, []

@@ -11,21 +11,26 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 import string
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from kconv.errors import KconvError
+from kconv import yaml_text
+from kconv.errors import KconvError, Problems
 from kconv.spec import BITS, Spec
 
 FOLDER = Path(__file__).parent / "cards"
+SCHEMA = Path(__file__).with_name("card.schema.json")
+MOST_NUMBERS = 100_000
+MOST_TENSORS = 5_000_000
+RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 SPEC = re.compile(r"([A-Z0-9_]+) \[([0-9, ]*)\]")
 
 
@@ -53,6 +58,7 @@ class Card:
 
     def placed(self) -> Iterator[Placed]:
         """Every tensor of the layout, group by group."""
+        self._check_count()
         for group in self.data["layout"]["groups"]:
             indices = [field for _, field, _, _ in string.Formatter().parse(group["prefix"]) if field]
             rows = [(name, self._spec(text)) for name, text in group["tensors"].items()]
@@ -90,6 +96,15 @@ class Card:
             del made["shards"]  # which tensor lies in which shard is not recorded
         return found + [f"{k}: {self.data[k]}, its layout makes {v}" for k, v in made.items() if self.data[k] != v]
 
+    def _check_count(self) -> None:
+        """Raises KconvError where the layout makes more tensors than any checkpoint has, before they are made."""
+        count = 0
+        for group in self.data["layout"]["groups"]:
+            fields = [f for _, f, _, _ in string.Formatter().parse(group["prefix"]) if f]
+            count += len(group["tensors"]) * math.prod(len(self._domain(f)) for f in fields)
+        if count > MOST_TENSORS:
+            raise KconvError(f"{self.where}: its layout makes {count:,} tensors", hint=f"a card has at most {MOST_TENSORS:,}")
+
     def _domain(self, name: str) -> tuple[int, ...]:
         if name not in self.domains:
             raise KconvError(f"{self.where}: no domain is called {name}", hint=f"domains are {', '.join(self.domains)}")
@@ -106,8 +121,11 @@ def numbers(text: str) -> tuple[int, ...]:
     """The integers of `0-2,5`."""
     found: list[int] = []
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        found += range(int(first), int(last or first) + 1)
+        match = RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not match or last - first >= MOST_NUMBERS or len(found) > MOST_NUMBERS:
+            raise KconvError(f"{text[:80]!r} is no range of at most {MOST_NUMBERS:,} numbers", hint="write for example 0-2,5")
+        found += range(first, last + 1)
     return tuple(found)
 
 
@@ -122,10 +140,21 @@ def load_card(card: str | Path) -> Card:
     path = Path(card) if given else FOLDER / f"{card}.yaml"
     if not path.is_file() or not (given or card in card_ids()):
         raise KconvError(f"no card is called {card}", hint=f"cards are {', '.join(card_ids())}, or give a .yaml file")
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as e:
-        raise KconvError(f"{path} is not YAML: {e}") from e
-    if not isinstance(data, dict):
-        raise KconvError(f"{path} is not a mapping")
+    data = yaml_text.read_path(path, "the card", hint="kconv zoo show kimi-k3 is one that is sound")
+    if given and (found := schema_problems(data)):
+        raise Problems(f"{path} is no card:", found[:20], hint="the schema is kconv/card.schema.json")
     return Card(data, str(card))
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The JSON schema of cards."""
+    return json.loads(SCHEMA.read_text(encoding="utf-8"))
+
+
+def schema_problems(data: dict[str, Any]) -> list[str]:
+    """Where a card departs from its schema, as `path: what`."""
+    from jsonschema import Draft202012Validator
+
+    found = Draft202012Validator(schema()).iter_errors(data)
+    return [f"{'.'.join(map(str, e.absolute_path)) or 'card'}: {e.message[:200]}" for e in found]

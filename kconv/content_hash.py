@@ -12,7 +12,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from kconv import json_text
+from kconv.errors import KconvError
 from kconv.files import LocalFiles
 from kconv.hashing import DIGESTS, digests_of
 
@@ -38,6 +41,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kconv"
 
 
+def _is_row(row: Any) -> bool:
+    """Whether a remembered row is as `HashMemory` writes it."""
+    if not isinstance(row, dict) or not isinstance(row.get("state"), list) or not isinstance(row.get("digests"), dict):
+        return False
+    return set(DIGESTS) <= set(row["digests"]) and isinstance(row.get("git_sha1", 0), str | None)
+
+
 class HashMemory:
     """Hashes of the files of one folder."""
 
@@ -45,9 +55,10 @@ class HashMemory:
         name = hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:16]
         self.path = cache_folder() / f"digests-{name}.json"
         try:
-            self.known: dict[str, dict] = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
-            self.known = {}
+            found = json_text.read_path(self.path, "the memory", hint="remove it")
+        except KconvError:
+            found = {}
+        self.known: dict[str, dict] = {name: row for name, row in found.items() if _is_row(row)}
 
     def of(self, path: Path, *, reading: Callable[[int], None] | None = None) -> Hashes:
         """The hashes of a file, from memory if it did not change; `reading` hears the size of a file that is read."""

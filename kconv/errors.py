@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 from kconv.redaction import redacted
+
+LACKING = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EAGAIN,
+}  # fmt: skip
+"""Errors of the operating system that speak of the machine, not of what was asked."""
 
 
 class KconvError(Exception):
@@ -26,6 +32,15 @@ class EnvironmentLacks(KconvError):
     """The machine lacks something: disk space, memory, a package, a reference that cannot be imported."""
 
     exit_code = 3
+
+
+class Unreadable(KconvError):
+    """The operating system refuses to read what is there; no answer about its content can be given."""
+
+    def __init__(self, what: str, error: OSError) -> None:
+        super().__init__(f"cannot read {what}: {error.strerror}", hint="check its permissions and the disk")
+        if error.errno in LACKING:
+            self.exit_code = EnvironmentLacks.exit_code
 
 
 class AnswerIsNo(KconvError):

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kconv import json_text
 from kconv.errors import AnswerIsNo, KconvError
 
 MANIFEST = "kconv.json"
@@ -51,13 +52,7 @@ def judge(result: dict[str, Any]) -> tuple[bool, str]:
 
 def load(path: Path) -> dict[str, Any]:
     """A result file; raises KconvError if it is not one."""
-    try:
-        result = json.loads(path.read_bytes())
-    except (OSError, ValueError) as e:
-        raise KconvError(f"cannot read the evidence {path}: {e}") from e
-    if not isinstance(result, dict):
-        raise KconvError(f"the evidence {path} is not a JSON object")
-    return result
+    return json_text.read_path(path, "the evidence", hint="run verify, verify-parity or check --json again")
 
 
 def passing(folder: Path, files: Iterable[Path] = ()) -> list[str]:

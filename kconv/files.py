@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kconv.errors import KconvError
+from kconv.errors import KconvError, Unreadable
 from kconv.safe_paths import checked
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def pwrite_full(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _cannot_list(error: OSError) -> None:
-    raise KconvError(f"cannot list {error.filename}: {error.strerror}", hint="check its permissions and the disk") from error
+    raise Unreadable(str(error.filename), error) from error
 
 
 def _in_store(target: Path, root: Path) -> bool:
@@ -143,6 +143,14 @@ def _in_store(target: Path, root: Path) -> bool:
     hashed = re.fullmatch(r"[0-9a-f]{64}", target.name) and target.parent.name == target.name[:2]
     repo = next((p.parent for p in root.parents if p.name == "snapshots"), None)
     return bool(hashed and shared.name == "blobs" and repo and repo.name.startswith("models--") and shared.parent == repo.parent)
+
+
+def resolved(path: Path) -> Path | None:
+    """Where a path leads in the end; None for links in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # Python before 3.13 says RuntimeError
+        return None
 
 
 class LocalFiles:
@@ -173,8 +181,10 @@ class LocalFiles:
         root, found = self.root.resolve(), []
         links = [p for p, _ in self._walk() if p.is_symlink()] if not self.single else []
         for path in sorted(links):
-            name, target = path.relative_to(self.root), path.resolve()
-            if not target.exists():
+            name, target = path.relative_to(self.root), resolved(path)
+            if target is None:
+                found.append(f"{name} is a link in a circle, to {os.readlink(path)}")
+            elif not target.exists():
                 found.append(f"{name} is a link to {os.readlink(path)}, which is not there")
             elif not target.is_relative_to(root) and not _in_store(target, root) and not os.environ.get("KCONV_FOLLOW_LINKS"):
                 found.append(f"{name} is a link that leads out of the folder, to {os.readlink(path)}")
@@ -274,7 +284,7 @@ def open_files(source: str | os.PathLike[str]) -> Files:
     try:
         there, is_file = path.exists(), path.is_file()
     except OSError as e:
-        raise KconvError(f"cannot read {text}: {e.strerror}", hint="check its permissions and the disk") from e
+        raise Unreadable(text, e) from e
     if not there:
         owner_name = re.fullmatch(r"[\w.-]+/[\w.-]+", text)
         on_hub = f"; hf://{text} for the one on the Hub" if owner_name else ", or hf://owner/name"

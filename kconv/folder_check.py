@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kconv import card_rules
+from kconv import card_rules, json_text
 from kconv.errors import KconvError, Problems
 from kconv.report import human
 from kconv.safe_paths import LEFTOVERS, is_left_out
@@ -133,11 +132,10 @@ def _json(contents: Contents, name: str) -> dict[str, Any]:
     if name not in contents.files:
         return {}
     try:
-        value = json.loads(contents.files[name].read_bytes())
-    except ValueError as e:
-        contents.refuse("", f"{name} is not JSON: {e}")
+        return json_text.read_path(contents.files[name], "the file", hint="write it again")
+    except KconvError as e:
+        contents.refuse("", e.message)
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _sizes(contents: Contents, limit: int) -> None:

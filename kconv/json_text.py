@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from kconv.errors import KconvError
 from kconv.printable import printable
 
 DEEPEST = 100
@@ -44,6 +46,19 @@ def parse(blob: bytes, what: str, *, unique: bool = True) -> dict[str, Any]:
     if unique:
         _refuse_depth(value, what)
     return value
+
+
+def read_path(path: Path, what: str, *, hint: str, most: int = MOST) -> dict[str, Any]:
+    """The object in a JSON file of this machine; raises KconvError where it cannot be read, is too large, or is none."""
+    try:
+        size = path.stat().st_size
+        if size > most:
+            raise KconvError(f"{what} {path} has {size:,} bytes; no such file has more than {most:,}", hint=hint)
+        return parse(path.read_bytes(), f"{what} {path}")
+    except OSError as e:
+        raise KconvError(f"cannot read {what} {path}: {e.strerror}", hint=hint) from e
+    except ValueError as e:
+        raise KconvError(str(e), hint=hint) from None
 
 
 class _Twice(ValueError):

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kconv import card_rules
+from kconv import card_rules, json_text, manifest_check
 from kconv.errors import KconvError
+from kconv.printable import printable
 
 UNKNOWN = "unknown"
 DIGESTED = ("config", "index", "tokenizer", "weights")
@@ -64,7 +65,7 @@ def draft_card(
         **_licence(licence),
     )
     parts = [
-        f"# {name}",
+        f"# {inert(name)}",
         f"A {METHODS.get(family, family)} draft for {_target_name(target)}. It proposes tokens that the target verifies, so the "
         "output stays the target's; how many are accepted depends on its being used with exactly the target it was made for.",
         "## The target it belongs to",
@@ -81,7 +82,7 @@ def draft_card(
         else "Nothing is recorded yet.",
     ]
     if notes:
-        parts += ["## Notes", "\n".join(f"* {note}" for note in notes)]
+        parts += ["## Notes", "\n".join(f"* {inert(note)}" for note in notes)]
     parts += [
         f"Packaged by kconv {provenance['made_by']['kconv']}. The same facts lie in `config.json` under `kconv_provenance`."
     ]
@@ -113,12 +114,12 @@ def converted_card(name: str, manifest: Mapping[str, Any], *, results: Iterable[
     ]  # fmt: skip
     dropped = [f"{row['count']} tensors left out: {row['reason']}" for row in manifest.get("dropped", [])]
     parts = [
-        f"# {name}",
-        f"{manifest.get('family')} converted by kconv from `{source.get('name')}`. Grade **{manifest.get('grade')}**: "
+        f"# {inert(name)}",
+        inert(f"{manifest.get('family')} converted by kconv from `{source.get('name')}`. Grade **{manifest.get('grade')}**: ")
         + GRADES.get(str(manifest.get("grade")), "see the table."),
         "## What it is",
         _table(rows),
-        *(["\n".join(f"* {line}" for line in dropped)] if dropped else []),
+        *(["\n".join(f"* {inert(line)}" for line in dropped)] if dropped else []),
         "## Loading",
         _code('import kconv\nmodel = kconv.load("REPO_OR_FOLDER")', "python"),
         _code(AUTO_MODEL, "python"),
@@ -147,7 +148,7 @@ def write_missing_card(folder: Path, *, dry_run: bool = False) -> bool:
     path, manifest = folder / "README.md", folder / "kconv.json"
     if path.exists() or not manifest.is_file():
         return False
-    data = json.loads(manifest.read_bytes())
+    data = manifest_check.checked(json_text.read_path(manifest, "the manifest", hint="convert again"), str(manifest))
     if not data.get("source", {}).get("config"):
         return False
     if not dry_run:
@@ -266,8 +267,13 @@ def _loading(target: Mapping[str, Any], draft: Mapping[str, Any], runtimes: Iter
 
 
 def _table(rows: Iterable[tuple[str, str]], head: tuple[str, str] = ("", "")) -> str:
-    lines = [f"| {a} | {str(b).replace('|', chr(92) + '|')} |" for a, b in rows]
+    lines = [f"| {inert(a)} | {inert(b)} |" for a, b in rows]
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines])
+
+
+def inert(text: object) -> str:
+    """Text from a checkpoint as it may stand in a card: on one line, without a tag, a link, an image or a new cell of its own."""
+    return printable(text).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
 
 
 def _code(text: str, language: str) -> str:

@@ -93,7 +93,7 @@ def build(
         "made_by": {"kconv": metadata.version("kconv"), "plan_digest": (draft.manifest or {}).get("plan_digest") or UNKNOWN},
     }
     if found := problems(block):
-        raise AssertionError(f"built a block against its own schema: {found}")
+        raise Problems(f"{draft.where} and {target.where} cannot be recorded:", found, hint="fetch the configs again")
     return block
 
 

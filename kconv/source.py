@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kconv import headers, json_text, safe_paths
-from kconv.errors import KconvError, Problems
+from kconv.errors import KconvError, Problems, Unreadable
 from kconv.files import Files, open_files
 from kconv.manifest_check import checked
 from kconv.names import folded
@@ -195,7 +195,7 @@ def _header(files: Files, shard: str, faults: Faults) -> headers.Header | None:
         faults.add("file", [f"{shard}: {e}"])
         return None
     except OSError as e:
-        raise KconvError(f"cannot read {files.where}/{shard}: {e.strerror}", hint="check its permissions and the disk") from e
+        raise Unreadable(f"{files.where}/{shard}", e) from e
     if header.problem:
         faults.add("file", [f"{shard} {header.problem}"])
     return header
@@ -295,7 +295,7 @@ def read_json(files: Files, name: str) -> dict[str, Any]:
             raise KconvError(what, hint="fetch the file again")
         return json_text.parse(files.read(name, 0, size), f"{files.where}/{name}")
     except OSError as e:
-        raise KconvError(f"cannot read {files.where}/{name}: {e.strerror}", hint="check its permissions and the disk") from e
+        raise Unreadable(f"{files.where}/{name}", e) from e
     except ValueError as e:
         raise KconvError(str(e), hint="fetch the file again") from None
 

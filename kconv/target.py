@@ -26,6 +26,7 @@ from kconv import digests
 from kconv.errors import KconvError
 from kconv.files import Files, open_files
 from kconv.headers import read_tensors
+from kconv.manifest_check import checked
 from kconv.source import MANIFEST, Entry, read_json
 
 UNKNOWN = "unknown"
@@ -73,7 +74,7 @@ class Target:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """kconv.json of a converted checkpoint, else empty."""
-        return self._json(MANIFEST) or {}
+        return checked(self._json(MANIFEST) or {}, f"{self.where}/{MANIFEST}")
 
     @cached_property
     def converted(self) -> bool:
@@ -88,7 +89,8 @@ class Target:
     @cached_property
     def text(self) -> dict[str, Any]:
         """The part of the config that describes the language model."""
-        return self.config.get("text_config") or self.config
+        text = self.config.get("text_config")
+        return text if text and isinstance(text, dict) else self.config
 
     @property
     def repo(self) -> str | None:
@@ -111,7 +113,10 @@ class Target:
         """Tensor name -> file, from the index, or from the headers where there is none."""
         index = self._json("model.safetensors.index.json")
         if index is not None:
-            return index.get("weight_map") or {}
+            placed = index.get("weight_map")
+            if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+                raise KconvError(f"{self.where}: its index has no weight_map", hint="fetch the target again")
+            return placed
         files = [n for n in self.files.names() if n.endswith(".safetensors") and "/" not in n]
         files = ["model.safetensors"] if "model.safetensors" in files else files
         return {name: file for file in files for name in self._header(file)}
@@ -153,11 +158,12 @@ class Target:
 
     def token(self, number: int) -> str | None:
         """The string of a special token, from the tokenizer's files; None if they do not name it."""
-        added = (self._json("tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
-        if isinstance(row := added.get(str(number)), dict):
-            return row.get("content")
-        rows = (self._json("tokenizer.json") or {}).get("added_tokens") or []
-        return next((r.get("content") for r in rows if isinstance(r, dict) and r.get("id") == number), None)
+        added = (self._json("tokenizer_config.json") or {}).get("added_tokens_decoder")
+        rows = (self._json("tokenizer.json") or {}).get("added_tokens")
+        found = [added.get(str(number))] if isinstance(added, dict) else []
+        found += [r for r in rows if isinstance(r, dict) and r.get("id") == number] if isinstance(rows, list) else []
+        said = [row.get("content") for row in found if isinstance(row, dict)]
+        return next((text for text in said if isinstance(text, str)), None)
 
     def special_tokens(self) -> dict[int, str]:
         """Ids that mean something to the target: pad, bos, eos, media placeholders."""
@@ -217,7 +223,7 @@ def stated(target: Target) -> dict[str, Any]:
     """What the target's config says in plain words, as far as a draft depends on it."""
     text, config = target.text, target.config
     return {
-        "architecture": (config.get("architectures") or [UNKNOWN])[0],
+        "architecture": first_of(config.get("architectures")),
         "model_type": config.get("model_type") or UNKNOWN,
         "num_hidden_layers": text.get("num_hidden_layers") or UNKNOWN,
         "hidden_size": text.get("hidden_size") or UNKNOWN,
@@ -238,6 +244,11 @@ def table_digests(target: Target) -> dict[str, Any]:
             tied = kind == "lm_head" and (target.text.get("tie_word_embeddings") or target.config.get("tie_word_embeddings"))
             found[kind] = "tied" if tied else UNKNOWN
     return found
+
+
+def first_of(names: Any) -> Any:
+    """The first of a list of names, "unknown" where there is none."""
+    return names[0] if isinstance(names, list) and names else UNKNOWN
 
 
 def quantisation_name(block: Any) -> str:

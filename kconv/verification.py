@@ -12,17 +12,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kconv import beside
+from kconv import beside, json_text
 from kconv import manifest as manifests
 from kconv.conversion import default_workers, plan
-from kconv.errors import KconvError
+from kconv.errors import KconvError, Unreadable
 from kconv.files import Files, open_files, released
 from kconv.hashing import digests_of, stated
 from kconv.isos.base import Grade
@@ -135,6 +134,8 @@ def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: 
     result["files"] = check_files(files, manifest, weights=sample is None)
     try:
         made = open_checkpoint(files)
+    except Unreadable:
+        raise
     except KconvError as e:
         return result | {"ok": False, "files": [*result["files"], e.message]}
     forward = _same_plan(made, source)
@@ -158,10 +159,10 @@ def _sealed(files: Files) -> dict[str, Any] | None:
         raise KconvError(f"{files.where} has no {MANIFEST}", hint="verify needs a folder that `kconv convert` made")
     raw = files.read(MANIFEST)
     try:
-        manifest = json.loads(raw)
+        manifest = json_text.parse(raw, MANIFEST)
     except ValueError:
         return None
-    return manifest if isinstance(manifest, dict) and raw == manifests.dump(manifest) else None
+    return manifest if raw == manifests.dump(manifest) else None
 
 
 def inverse(forward: Plan, made: Checkpoint) -> Plan:

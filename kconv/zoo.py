@@ -10,29 +10,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from kconv.cards import Card, card_ids, load_card
+from kconv.cards import Card, card_ids, load_card, schema_problems
 from kconv.errors import KconvError, Problems
 from kconv.names import folded
 from kconv.report import human
 from kconv.source import Checkpoint, open_checkpoint
 
-SCHEMA = Path(__file__).with_name("card.schema.json")
 UNKNOWN = "unknown"
 STATUSES = ("verified", "unverified", "unsupported", "not_applicable")
 MOST_SHOWN = 20
-
-
-@cache
-def schema() -> dict[str, Any]:
-    """The JSON schema of cards."""
-    return json.loads(SCHEMA.read_text(encoding="utf-8"))
 
 
 def cards(kind: str | None = None, family: str | None = None) -> list[Card]:
@@ -52,13 +42,7 @@ def _order(card: Card) -> tuple[Any, ...]:
 
 def card_problems(card: Card, known: set[str] | None = None) -> list[str]:
     """What is wrong with a card: its schema, its id, the cards it refers to, its layout's totals."""
-    from jsonschema import Draft202012Validator
-
-    found = [
-        f"{'.'.join(map(str, e.absolute_path)) or 'card'}: {e.message[:200]}"
-        for e in Draft202012Validator(schema()).iter_errors(card.data)
-    ]
-    if found:
+    if found := schema_problems(card.data):
         return found
     known = known if known is not None else set(card_ids())
     if not card.where.endswith(".yaml") and card.data["id"] != card.where:

@@ -195,6 +195,6 @@ def _repo(data: dict[str, Any]) -> str:
     if data["repo"] == UNKNOWN:
         return "repository not recorded"
     known = data["revision"] != UNKNOWN
-    tree = f"/tree/{data['revision']}" if known else ""
+    tree = f"/tree/{escape(data['revision'])}" if known else ""
     note = data["revision"][:12] if known else data.get("revision_note", "revision not recorded")
     return f'<a href="https://huggingface.co/{escape(data["repo"])}{tree}">{escape(data["repo"])}</a> <span>{escape(note)}</span>'

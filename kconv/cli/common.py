@@ -27,13 +27,10 @@ import click
 from rich.console import Console
 
 from kconv.cli import streams
-from kconv.errors import AnswerIsNo, EnvironmentLacks, KconvError
+from kconv.errors import LACKING, AnswerIsNo, EnvironmentLacks, KconvError
 from kconv.printable import printable, shown
 from kconv.redaction import redacted
 
-LACKING = {
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EAGAIN,
-}  # fmt: skip
 TRACEBACK = "KCONV_TRACEBACK"
 
 
