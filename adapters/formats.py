@@ -150,12 +150,15 @@ class Form:
         if isinstance(value, dict) and not set(value) - set(fields) and value.get("kind") in KINDS:
             made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
             form = cls(**made)
-            if all(isinstance(getattr(form, n), type(f.default)) for n, f in fields.items() if n not in ("kind", "block")):
+            named = isinstance(form.names, tuple) and len(form.names) >= LEAST_NAMES.get(form.kind, 1)
+            typed = all(isinstance(getattr(form, n), type(f.default)) for n, f in fields.items() if n not in ("kind", "block"))
+            if typed and named and all(isinstance(n, str) for n in form.names):
                 return form
         hint = "copy kconv.json again from the conversion it came from"
         raise KconvError(f"{where}: {value!r} is no form of a weight", hint=hint)
 
 
+LEAST_NAMES = {"plain": 0, "mxfp4": 2}
 KINDS = ("plain", "fp8", "mxfp4", "nvfp4", "int4")
 MXFP4 = Form("mxfp4", ("weight_packed", "weight_scale"), "U8", "U8")
 NVFP4 = Form("nvfp4", ("weight_packed", "weight_scale", "weight_global_scale"), "U8", "F8_E4M3", whole=(1,))

@@ -113,6 +113,14 @@ class Forms:
 
 def from_facts(facts: Mapping[str, Any], layers: Iterable[int], parts: Iterable[str], where: str) -> Forms:
     """The published forms that a native checkpoint's manifest names; MXFP4 everywhere where an older one only says `packed`."""
+    try:
+        return _from_facts(facts, layers, parts, where)
+    except (TypeError, ValueError, AttributeError, KeyError) as e:
+        hint = "copy kconv.json again from the conversion it came from"
+        raise KconvError(f"{where}/kconv.json: facts.formats is not as kconv wrote it: {e}", hint=hint) from e
+
+
+def _from_facts(facts: Mapping[str, Any], layers: Iterable[int], parts: Iterable[str], where: str) -> Forms:
     forms = Forms()
     if "formats" not in facts:
         packed = "packed" in (facts.get("experts") or ["packed"])

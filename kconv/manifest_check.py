@@ -50,5 +50,5 @@ def _wrong(manifest: dict[str, Any]) -> Iterator[str]:
             yield f"files.{name} has no size"
     options = manifest.get("options", {})
     unknown = sorted(set(options) - {f.name for f in fields(Options)})
-    if unknown or not isinstance(options.get("to", ""), str):
+    if unknown or not ("options" not in manifest or isinstance(options.get("to"), str)):
         yield f"options are {', '.join(unknown) or 'without a target'}, which no conversion has"

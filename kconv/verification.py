@@ -25,6 +25,7 @@ from kconv.errors import KconvError, Unreadable
 from kconv.files import Files, open_files, released
 from kconv.hashing import digests_of, stated
 from kconv.isos.base import Grade
+from kconv.manifest_check import checked
 from kconv.names import folded
 from kconv.plans import Plan
 from kconv.report import Meter
@@ -159,8 +160,8 @@ def _sealed(files: Files) -> dict[str, Any] | None:
         raise KconvError(f"{files.where} has no {MANIFEST}", hint="verify needs a folder that `kconv convert` made")
     raw = files.read(MANIFEST)
     try:
-        manifest = json_text.parse(raw, MANIFEST)
-    except ValueError:
+        manifest = checked(json_text.parse(raw, MANIFEST), MANIFEST)
+    except (ValueError, KconvError):
         return None
     return manifest if raw == manifests.dump(manifest) else None
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kconv import card_rules, evidence, modelcard
+import kconv
+from kconv import card_rules, evidence, manifest, modelcard
 from kconv.cards import FOLDER, Card, load_card, numbers
 from kconv.content_hash import HashMemory
 from kconv.errors import KconvError, Unreadable
@@ -135,3 +136,23 @@ def test_a_string_of_a_checkpoint_stands_in_a_card_as_text_only() -> None:
 def test_local_files_list_a_folder_with_links_in_a_circle(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("a")
     assert LocalFiles(tmp_path).names() == []
+
+
+@pytest.mark.parametrize(("path", "value"), [
+    (("options",), {}), (("files",), None), (("files", "config.json"), {}), (("files", "config.json", "size"), "x"),
+    (("facts", "formats", 0, "form", "names"), []), (("facts", "formats", 0, "form", "names"), ["x", None]),
+    (("facts", "formats", 0, "form", "names", 0), []), (("facts", "formats", 0, "rows"), 1),
+    (("facts", "formats", 0, "rows"), {"a": 1}), (("facts", "formats", 0, "experts", "w1", 0), []),
+])  # fmt: skip
+def test_a_manifest_sealed_again_over_values_of_other_types_is_refused(path: tuple, value: Any, tmp_path: Path) -> None:
+    kconv.convert(small_k3().write(tmp_path / "src"), tmp_path / "out")
+    data = json.loads((tmp_path / "out" / "kconv.json").read_text())
+    part = data
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    (tmp_path / "out" / "kconv.json").write_bytes(manifest.dump(data))
+    with pytest.raises(KconvError, match=r"kconv\.json|is no form of a weight"):
+        kconv.plan(tmp_path / "out", "hf").check()
+    if path[0] != "facts":  # what only the way back reads is refused there
+        assert not kconv.verify(tmp_path / "out", tmp_path / "src")["ok"]
