@@ -21,6 +21,8 @@ from kconv.printable import printable
 from kconv.spec import BITS, Spec
 
 MAX_HEADER = 100_000_000
+COUNTED = 16 << 20  # a longer header is counted before it is parsed: empty lists take thirty times their text as objects
+SPARE = 100_000
 MAX_DIMENSION = 1 << 62
 MAX_AXES = 64
 KEYS = (b"dtype", b"shape", b"data_offsets")
@@ -121,12 +123,20 @@ def read_header(files: Files, shard: str, size: int) -> tuple[dict[str, Any], in
     blob = files.read(shard, 8, length)
     if blob[:1] != b"{":
         raise ValueError("header is not JSON that begins with {")
+    if length > COUNTED and _is_no_table(blob):
+        raise ValueError(f"has a header of {length:,} bytes that holds other structures than a table of tensors")
     header = json_text.parse(blob, "header", unique=False)
     tensors = len(header) - ("__metadata__" in header)
     if b"\\u" in blob or any(blob.count(b'"%b"' % key) != tensors for key in KEYS):
         json_text.parse(blob, "header")  # a name or a key may be there twice, which this says
     _check_metadata(header.get("__metadata__", {}))
     return header, 8 + length
+
+
+def _is_no_table(blob: bytes) -> bool:
+    """Whether a header has more objects or lists than its tensors account for; text in metadata may hold a few."""
+    tensors = blob.count(b'"data_offsets"')
+    return blob.count(b"{") > tensors + SPARE or blob.count(b"[") > 2 * tensors + SPARE
 
 
 def _check_metadata(metadata: Any) -> None:

@@ -103,6 +103,20 @@ def test_a_header_over_the_limit_is_called_too_long_and_not_truncated(tmp_path: 
     assert "truncated" not in str(caught.value)
 
 
+def test_a_header_of_lists_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    listed = b'{"a": ' + json.dumps(ROW).encode() + b', "b": [' + b"[]," * 13_000_000 + b"[]]}"
+    source = shard(tmp_path / "src", listed)
+
+    def bound() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (800 << 20, 800 << 20))
+
+    code = "import sys; from kconv.headers import read_tensors; from kconv.files import LocalFiles; "
+    code += "read_tensors(LocalFiles(sys.argv[1]), 'model.safetensors')"
+    command = [sys.executable, "-c", code, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=bound, timeout=120)
+    assert "holds other structures than a table of tensors" in done.stderr
+
+
 def test_no_output_is_planned_whose_header_nobody_could_read() -> None:
     targets = {f"{i:03}" + "n" * 1_000_000: Target(Spec("F32", (1,)), "model", 0) for i in range(101)}
     with pytest.raises(KconvError, match=r"would have a header of 101,\d+,\d+ bytes .*\n  next: a smaller --shard-size"):
