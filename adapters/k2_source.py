@@ -111,7 +111,8 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K2Source:
     notes, problems = list(checkpoint.notes), list[str]()
     text = text_config(checkpoint.config)
     layout = k2_layout(text)
-    native = any(n.endswith(tuple(f".mlp.experts.{g}" for g in GROUPED)) for n in checkpoint.entries)
+    said = (checkpoint.manifest or {}).get("to") == "native"  # without a layer of experts no name tells it
+    native = said or any(n.endswith(tuple(f".mlp.experts.{g}" for g in GROUPED)) for n in checkpoint.entries)
     manifest = (checkpoint.manifest or {}) if native else {}
     facts = _facts(manifest.get("facts") or {}, checkpoint.where)
     original = manifest.get("source", {}).get("config") or checkpoint.config

@@ -161,6 +161,15 @@ def test_k2_comes_back_byte_for_byte(k2, tmp_path):
     assert json_of(tmp_path / "back" / "config.json") == json_of(folder / "config.json")
 
 
+def test_layers_without_experts_come_back_byte_for_byte(tmp_path):
+    kconv.tiny("k2", tmp_path / "source", layers=2, experts=2)
+    made = kconv.convert(tmp_path / "source", tmp_path / "out", layers=(0, 0))
+    assert made["grade"] == "exact-with-sidecar"
+    kconv.convert(tmp_path / "out", tmp_path / "back", to="hf")
+    source, back = stored_tensors(tmp_path / "source"), stored_tensors(tmp_path / "back")
+    assert back == {n: t for n, t in source.items() if ".layers.1." not in n}
+
+
 def test_native_names_and_bytes_are_those_that_transformers_saves(tmp_path):
     """The same model, by kconv and by `save_pretrained` in the names of the modules."""
     model = k25_model()
