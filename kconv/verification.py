@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kconv import beside, json_text
+from kconv import beside
 from kconv import manifest as manifests
 from kconv.conversion import default_workers, plan
 from kconv.errors import KconvError, Unreadable
@@ -31,7 +31,7 @@ from kconv.plans import Plan
 from kconv.report import Meter
 from kconv.run import execute
 from kconv.slabs import Part, Region, Slab, streams
-from kconv.source import MANIFEST, Checkpoint, open_checkpoint
+from kconv.source import MANIFEST, Checkpoint, open_checkpoint, read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,12 +158,13 @@ def _sealed(files: Files) -> dict[str, Any] | None:
     """The manifest of a converted folder; None when a byte of it was changed."""
     if MANIFEST not in files.names():
         raise KconvError(f"{files.where} has no {MANIFEST}", hint="verify needs a folder that `kconv convert` made")
-    raw = files.read(MANIFEST)
     try:
-        manifest = checked(json_text.parse(raw, MANIFEST), MANIFEST)
-    except (ValueError, KconvError):
+        manifest = checked(read_json(files, MANIFEST), MANIFEST)
+    except Unreadable:
+        raise
+    except KconvError:
         return None
-    return manifest if raw == manifests.dump(manifest) else None
+    return manifest if files.read(MANIFEST) == manifests.dump(manifest) else None
 
 
 def inverse(forward: Plan, made: Checkpoint) -> Plan:

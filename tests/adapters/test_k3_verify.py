@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,13 @@ def test_any_missing_file_is_found_and_named(spoilt, source):
             assert code == 1, path.name
             assert path.name in said, said
         path.write_bytes(blob)
+
+
+def test_a_manifest_larger_than_any_machine_is_not_read(spoilt, source):
+    os.truncate(spoilt / "kconv.json", 1 << 40)
+    code, _, data = verdict(spoilt, source)
+    assert code == 1
+    assert data["files"] == ["kconv.json is not as kconv wrote it, so it cannot say what the other files should be"]
 
 
 def test_another_source_is_not_the_one_it_was_made_from(converted, source, tmp_path):
