@@ -41,7 +41,7 @@ def edit_shard(path: Path, rng: Random, decoy: Path) -> str:
     try:
         rows = json.loads(header)
         name = rng.choice([n for n in rows if n != "__metadata__"])
-    except (ValueError, IndexError, TypeError):
+    except (ValueError, IndexError, TypeError, RecursionError):
         path.write_bytes(path.read_bytes()[: rng.randrange(64)])
         return "cut"
     said, data = rng.choice(EDITS)(rows, name, data, rng, decoy)

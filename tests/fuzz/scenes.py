@@ -4,7 +4,7 @@
 |---|---|
 | source | a conversion that ends with 0 and is not verified, or whose way back does not give the source's own tensors |
 | converted | `verify` says identical although a file is not as it was written; a way back that is not what the folder holds; \
-a resumed conversion that is not the uninterrupted one |
+a resumed or replacing conversion that is not the plain one |
 | draft | `check` says that a changed package fits; a package without the draft's own tensors, or that does not fit its target |
 | target | `check` says that a changed target is the recorded one |
 | hub | a conversion that ends with 0 and is not what the repository holds; a token that another host sees |
@@ -90,8 +90,8 @@ def _same(t: Trial, first: Path, second: Path) -> None:
 
 def converted(t: Trial, bases: Path) -> None:
     """Verify, take back or finish a mutated conversion."""
-    if t.rng.random() < 0.25:
-        resumed(t, bases)
+    if (way := t.rng.random()) < 0.35:
+        resumed(t, bases) if way < 0.25 else overwritten(t, bases)
         return
     name = t.rng.choice(list(CONVERTED))
     of = CONVERTED[name][0]
@@ -154,6 +154,20 @@ def resumed(t: Trial, bases: Path) -> None:
         t.fail("left behind", ".out.partial after exit 0")
     if ran.code == 2 and was and not partial.exists():
         t.fail("removed", ".out.partial after exit 2")
+
+
+def overwritten(t: Trial, bases: Path) -> None:
+    """Replace a mutated conversion, beside folders of somebody else's that are named as kconv's own might be."""
+    copied(bases / "source" / "k3", t.area / "src")
+    copied(bases / "converted" / t.rng.choice(list(CONVERTED)), t.area / "out")
+    t.mutations = mutate(t.area / "out", t.rng, t.decoy, favour="kconv")
+    for name in (n for n in (".out.old", ".out.partial", ".out.new") if t.rng.random() < 0.3):
+        (t.area / name).mkdir()
+        (t.area / name / "mine.txt").write_text("mine")
+    if t.run("convert", "src", "out", "--vision", "keep", "--overwrite", writes="out").code == 0:
+        made, right = (_named(contents(p)) for p in (t.area / "out", bases / "converted" / "native"))
+        if made != right:
+            t.fail("false answer", "replaced by another result")
 
 
 def killed(at: int, args: list[str]) -> None:
