@@ -85,6 +85,8 @@ def identity_of(partial: Path) -> dict[str, Any] | None:
         return None
     if partial.is_symlink() or not partial.is_dir():
         raise _not_ours(partial, "a link" if partial.is_symlink() else "a file")
+    if odd := _no_file(partial):
+        raise _not_ours(partial, f"a folder in which {odd} is a link or no file")
     path = partial / IDENTITY
     if not path.exists():
         left = [p.name for p in partial.iterdir() if not p.name.startswith(f"{IDENTITY}.")]
@@ -100,6 +102,18 @@ def identity_of(partial: Path) -> dict[str, Any] | None:
     if not isinstance(found.get("made_by"), str) or not isinstance(found.get("job"), dict) or not named:
         raise _not_ours(partial, "a folder with an identity of another form")
     return found
+
+
+def _no_file(folder: str | os.PathLike[str]) -> str | None:
+    """An entry below a folder that is neither a file nor a folder of its own: what is written to it would land elsewhere."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if inside := _no_file(entry.path):
+                    return f"{entry.name}/{inside}"
+            elif not entry.is_file(follow_symlinks=False):
+                return entry.name
+    return None
 
 
 def _not_ours(partial: Path, what: str) -> KconvError:
@@ -167,6 +181,8 @@ def manifest_of(out: Path) -> dict[str, Any] | None:
 
 def _object(path: Path) -> dict[str, Any]:
     """A small JSON object; raises ValueError where it is none."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is no file")  # a pipe would be waited for
     with open(path, "rb") as handle:
         text = handle.read(MOST + 1)
     if len(text) > MOST:

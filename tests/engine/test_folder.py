@@ -182,6 +182,36 @@ def test_a_damaged_identity_is_nobodys(text: str, src: Path, tmp_path: Path, mon
         assert "is in the way" in said
 
 
+def _moved_out(entry: Path, outside: Path) -> None:
+    entry.rename(outside)
+    entry.symlink_to(outside)
+
+
+def _pipe(entry: Path, _outside: Path) -> None:
+    entry.unlink()
+    os.mkfifo(entry)
+
+
+@pytest.mark.parametrize("again", ("--resume", "--overwrite"))
+@pytest.mark.parametrize("name", (".kconv-journal-1-of-1", ".kconv-identity.json", "model-00001-of-00001.safetensors"))
+@pytest.mark.parametrize("change", (_moved_out, _pipe))
+def test_an_unfinished_folder_with_links_is_not_written_through(
+    change: Callable[[Path, Path], None], name: str, again: str, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = interrupted(src, tmp_path / "out", monkeypatch)
+    change(partial / name, tmp_path / "outside")
+    before = {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")}
+    message = error_of(run("convert", src, tmp_path / "out", again, "--json"), 2)
+    assert f"{partial} is in the way: a folder in which {name} is a link or no file" in message
+    assert {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+
+
+def test_a_pipe_for_a_manifest_is_not_waited_for(src: Path, tmp_path: Path) -> None:
+    kconv.convert(src, tmp_path / "out")
+    _pipe(tmp_path / "out" / "kconv.json", tmp_path)
+    assert "was not made by kconv" in error_of(run("convert", src, tmp_path / "out", "--overwrite", "--json"), 2)
+
+
 def test_package_never_replaces_its_target_nor_writes_inside_it(draft: Path, target: Path, tmp_path: Path) -> None:
     native = tmp_path / "native"
     kconv.convert(target, native)
