@@ -3,7 +3,7 @@
 | model_type of config.json | family | adapter |
 |---|---|---|
 | kimi_k3, kimi_linear, kimi_k3_text | Kimi K3, Kimi-Linear | `kconv.adapters.k3` |
-| kimi_k31, or what has its indexer | Kimi K3.1 | the same, with `kconv.adapters.k31` |
+| kimi_k31, or what has its indexer | Kimi K3.1 | the same, with `kconv.adapters.k3.indexer` |
 | kimi_k2, kimi_k25, deepseek_v3 | Kimi K2, K2-Thinking, K2.5 and later | `kconv.adapters.k2` |
 | a draft's, published or native, whatever its model_type | DFlash, DFlash2, DSpark, Eagle3 | `kconv.adapters.drafts.adapter` |
 
@@ -17,9 +17,9 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
+from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError
-from kconv.plans import Layouts
-from kconv.source import Checkpoint
+from kconv.planning.plan import Layouts
 
 ADAPTERS: dict[str, str] = {
     "kimi_k3": "kconv.adapters.k3",
@@ -81,7 +81,7 @@ def adapter_for(checkpoint: Checkpoint) -> ModuleType:
         return drafts
     if model_type in ADAPTERS:
         return importlib.import_module(ADAPTERS[model_type])
-    if checkpoint.config and importlib.import_module("kconv.adapters.k31").recognised(checkpoint):
+    if checkpoint.config and importlib.import_module("kconv.adapters.k3.indexer").recognised(checkpoint):
         return importlib.import_module("kconv.adapters.k3")
     if not checkpoint.config:
         raise KconvError(f"{checkpoint.where} has no config.json", hint="put the checkpoint's config.json beside the weights")

@@ -21,9 +21,9 @@ _LAZY = {
     "load": "kconv.loading",
     "inspect": "kconv.inspection",
     "tiny": "kconv.synthesis.families",
-    "package": "kconv.packaging",
-    "check": "kconv.checking",
-    "publish": "kconv.publishing",
+    "package": "kconv.packaging.package",
+    "check": "kconv.packaging.check",
+    "publish": "kconv.publishing.publish",
 }
 
 __all__ = ["check", "convert", "inspect", "load", "package", "parity", "plan", "publish", "tiny", "verify", "zoo"]

@@ -13,19 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kconv import side_files
 from kconv.adapters import Options, layouts_for
-from kconv.claim import claim, out_path
-from kconv.errors import Altered, AnswerIsNo, BadData, EnvironmentLacks, KconvError
-from kconv.files import Files, LocalFiles, released
-from kconv.folder import check_left, check_names, discard, manifest_of, missing, partial_path
-from kconv.hashing import DEFAULT_DIGEST
-from kconv.isos.base import Grade
-from kconv.job import COMMAND, MOST_WARNINGS, Job, Settings, differing, stamps
-from kconv.layout import OutFile, lay_out
-from kconv.linking import MADE, linked_shards
-from kconv.plans import Plan
-from kconv.preflight import (
+from kconv.checkpoint import side_files
+from kconv.checkpoint.claim import claim, out_path
+from kconv.checkpoint.folder import check_left, check_names, discard, manifest_of, missing, partial_path
+from kconv.checkpoint.reading import Checkpoint, open_checkpoint, uncollected
+from kconv.console import human
+from kconv.engine.job import COMMAND, MOST_WARNINGS, Job, Settings, differing, stamps
+from kconv.engine.linking import MADE, linked_shards
+from kconv.engine.out_files import OutFile, lay_out
+from kconv.engine.preflight import (
     check_beside,
     check_device,
     check_filled,
@@ -36,8 +33,11 @@ from kconv.preflight import (
     needed_bytes,
     peak_bytes,
 )
-from kconv.report import human
-from kconv.source import Checkpoint, open_checkpoint, uncollected
+from kconv.errors import Altered, AnswerIsNo, BadData, EnvironmentLacks, KconvError
+from kconv.planning.plan import Plan
+from kconv.storage.files import Files, LocalFiles, released
+from kconv.storage.hashing import DEFAULT_DIGEST
+from kconv.transforms.base import Grade
 
 SHARD_SIZE = 5_000_000_000
 MEMORY = 1_000_000_000

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from kconv.report import clock
+from kconv.console import clock
 
 EVERY = 30.0
 

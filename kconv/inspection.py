@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from kconv.adapters import TARGETS, adapter_for
+from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.conversion import plan
 from kconv.errors import KconvError
-from kconv.source import Checkpoint, open_checkpoint
 
 
 def inspect(source: Any) -> dict[str, Any]:

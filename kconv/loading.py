@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kconv import run_cuda
+from kconv.console import Meter
 from kconv.conversion import default_workers, plan
+from kconv.engine import worker_cuda
+from kconv.engine.run import execute
+from kconv.engine.slabs import Region, Slab, streams
 from kconv.errors import KconvError, Problems
 from kconv.names import folded
-from kconv.plans import Plan
-from kconv.report import Meter
-from kconv.run import execute
-from kconv.slabs import Region, Slab, streams
+from kconv.planning.plan import Plan
 from kconv.spec import torch_dtype
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def load(source: Any, *, device: str | torch.device = "cpu", dtype: torch.dtype 
     made = plan(source, "native", **options).check()
     model = empty_model(made, device, dtype)
     sink, on_gpu = MemorySink(_storage(made, model)), model.device.type == "cuda"
-    count = workers or (min(default_workers(), run_cuda.WORKERS) if on_gpu else default_workers())
+    count = workers or (min(default_workers(), worker_cuda.WORKERS) if on_gpu else default_workers())
     with Meter("load", made.output_bytes, quiet=quiet) as meter:
         todo = streams(made, sink.place, str(device))
         execute(todo, made.source.files, sink, workers=count, device=str(device), tick=meter)

@@ -5,7 +5,7 @@
 | every source tensor that was claimed | the inverse of the plan, computed from the written files, against the source's bytes |
 | plans that have no exact inverse (no sidecar, a lossy cast) | the plan run forward again, against the written bytes |
 | every file of the folder | size and digest against the manifest, and the manifest against its own seal |
-| config, tokenizer and other side files; files that were added | against the source (`kconv.beside`) |
+| config, tokenizer and other side files; files that were added | against the source (`kconv.engine.beside`) |
 | what the plan left out | named with its reason, and counted as dropped, not as missing |
 """
 
@@ -18,20 +18,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kconv import beside
-from kconv import manifest as manifests
+from kconv.checkpoint import manifest as manifests
+from kconv.checkpoint.reading import MANIFEST, Checkpoint, open_checkpoint, read_json
+from kconv.console import Meter
 from kconv.conversion import default_workers, plan
+from kconv.engine import beside
+from kconv.engine.run import execute
+from kconv.engine.slabs import Part, Region, Slab, streams
 from kconv.errors import KconvError, Unreadable
-from kconv.files import Files, open_files, released
-from kconv.hashing import digests_of, stated
-from kconv.isos.base import Grade
 from kconv.manifest_check import checked
 from kconv.names import folded
-from kconv.plans import Plan
-from kconv.report import Meter
-from kconv.run import execute
-from kconv.slabs import Part, Region, Slab, streams
-from kconv.source import MANIFEST, Checkpoint, open_checkpoint, read_json
+from kconv.planning.plan import Plan
+from kconv.storage.files import Files, open_files, released
+from kconv.storage.hashing import digests_of, stated
+from kconv.transforms.base import Grade
 
 if TYPE_CHECKING:
     import numpy as np

@@ -100,7 +100,7 @@ class KimiK3TextConfig(PretrainedConfig):
 
         `experts_format` overrides what the source's quantisation says (`packed` for MXFP4, otherwise `bf16`).
         """
-        from kconv.modeling.published_config import native_keys
+        from kconv.adapters.k3.native_keys import native_keys
 
         return cls(**native_keys(config, experts_format))
 

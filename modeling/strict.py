@@ -35,7 +35,7 @@ class StrictPreTrainedModel(PreTrainedModel):
 
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Transformers' last step of `push_to_hub`; the manifest that `kconv publish` and `check` read goes along."""
-        from kconv.manifest import write_saved
+        from kconv.checkpoint.manifest import write_saved
 
         write_saved(Path(working_dir), str(self.config.model_type))
         return super()._upload_modified_files(working_dir, *args, **kwargs)

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 from kconv.adapters import Options
 from kconv.adapters.drafts.dialects import dialect_of
-from kconv.adapters.drafts.kinds import complete
 from kconv.adapters.drafts.reading import Reading, declare, read_draft_config
-from kconv.adapters.drafts.rows import FAMILIES, Row, kinds_of_taps, rows_of, shape, sizes
 from kconv.adapters.drafts.spelling import spell, traits_of
+from kconv.adapters.drafts.table import FAMILIES, Row, kinds_of_taps, rows_of, shape, sizes
+from kconv.adapters.drafts.value_types import complete
 from kconv.adapters.drafts.writing import serving_config
+from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError
-from kconv.isos.base import Iso, Same
-from kconv.isos.dtype import Cast
-from kconv.isos.vocab import VocabularyMaps
-from kconv.plans import Layouts
-from kconv.rules import Rule, rule
-from kconv.source import Checkpoint
+from kconv.planning.plan import Layouts
+from kconv.planning.rules import Rule, rule
 from kconv.spec import FLOATS, Spec, dtype_name
+from kconv.transforms.base import Iso, Same
+from kconv.transforms.dtype import Cast
+from kconv.transforms.vocab import VocabularyMaps
 
 if TYPE_CHECKING:
-    from kconv.modeling.draft_config import DraftConfig
+    from kconv.modeling.drafts.config import DraftConfig
 
 NATIVE, PUBLISHED = "native", "hf"
 

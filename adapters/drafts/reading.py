@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.adapters.drafts.dialects import Dialect, dialect_of
-from kconv.adapters.drafts.kinds import check_declared, check_published, check_sizes
+from kconv.adapters.drafts.value_types import check_declared, check_published, check_sizes
 from kconv.errors import KconvError, Problems
 
 COPIED = (

@@ -81,8 +81,8 @@ def serving_config(native: Any) -> dict[str, Any]:
         KconvError: when it is no native draft config.
         Problems: naming every value that the family's published form cannot carry.
     """
-    from kconv.modeling.draft_config import DraftConfig
     from kconv.modeling.drafts import config_class
+    from kconv.modeling.drafts.config import DraftConfig
 
     whole = native if isinstance(native, DraftConfig) else config_class(native.get("model_type"))(**native)
     config = {name: getattr(whole, name) for name in whole.kinds()}

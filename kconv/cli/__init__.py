@@ -21,7 +21,7 @@ import click
 
 from kconv.cli import streams
 from kconv.errors import EnvironmentLacks
-from kconv.printable import printable
+from kconv.text.printable import printable
 
 COMMANDS: dict[str, str] = {
     "plan": "Headers only: coverage, folded table, sizes, peak memory, grade.",

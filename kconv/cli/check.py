@@ -21,9 +21,9 @@ from kconv.cli.common import Outcome, outcome_command
 @click.option("--write", is_flag=True, help="Put the result into the draft's folder, for publish --require verified.")
 def command(draft: str, target: str, write: bool, **options: Any) -> Outcome:
     """Say whether DRAFT was made for exactly this target; exit 1 names what differs."""
-    from kconv import evidence
-    from kconv.checking import check, lines
+    from kconv.checkpoint import evidence
     from kconv.heartbeat import alive
+    from kconv.packaging.check import check, lines
 
     with alive(f"check: reading ranges of {target}"):
         data = check(draft, target, **options)

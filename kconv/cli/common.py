@@ -28,8 +28,8 @@ from rich.console import Console
 
 from kconv.cli import streams
 from kconv.errors import LACKING, AnswerIsNo, EnvironmentLacks, KconvError
-from kconv.printable import printable, shown
-from kconv.redaction import redacted
+from kconv.text.printable import printable, shown
+from kconv.text.redaction import redacted
 
 TRACEBACK = "KCONV_TRACEBACK"
 

@@ -30,8 +30,8 @@ from kconv.cli.options import GRADES, Share, Size, conversion_options
 @click.option("--direct/--no-direct", default=None, help="Write past the page cache; by default on local ext4 and xfs.")
 def command(source: str, out: str, **options: Any) -> Outcome:
     """Convert SOURCE into the new folder OUT; the folder appears only when it is complete."""
+    from kconv.console import clock, human
     from kconv.conversion import convert
-    from kconv.report import clock, human
 
     announce(f"convert: reading the headers of {source}")
     options["digest"] = None if options["digest"] == "none" else options["digest"]

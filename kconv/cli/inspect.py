@@ -12,8 +12,8 @@ from kconv.cli.common import Outcome, announce, outcome_command
 @click.argument("path")
 def command(path: str) -> Outcome:
     """Say what the checkpoint at PATH is: family, formats with counts and bytes, oddities, what it converts to."""
+    from kconv.console import human
     from kconv.inspection import inspect
-    from kconv.report import human
 
     announce(f"inspect: reading the headers of {path}")
     data = inspect(path)

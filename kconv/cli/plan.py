@@ -17,9 +17,9 @@ from kconv.cli.options import Size, conversion_options
 @click.option("--shard-size", type=Size(), help="Tensor bytes a file holds at most, for --out.  [default: 5GB]")
 def command(source: str, to: str, out: str | None, shard_size: int | None, **options: Any) -> Outcome:
     """Show what converting SOURCE would do: coverage, table, sizes, memory, grade. Reads headers only."""
+    from kconv.console import human, print_plan
     from kconv.conversion import SHARD_SIZE, default_workers, plan
-    from kconv.preflight import peak_bytes
-    from kconv.report import human, print_plan
+    from kconv.engine.preflight import peak_bytes
 
     if shard_size and out is None:
         raise click.UsageError("--shard-size has no effect without --out")
@@ -31,7 +31,7 @@ def command(source: str, to: str, out: str | None, shard_size: int | None, **opt
         made.check()
     extra = {"in flight": f"{human(peak)} at most", "digest": made.digest}
     if out is not None:
-        from kconv.probe import preflight
+        from kconv.engine.probe import preflight
 
         data["preflight"] = preflight(made, out, shard_size=shard_size or SHARD_SIZE, workers=default_workers())
         extra |= _lines(out, data["preflight"])
@@ -39,7 +39,7 @@ def command(source: str, to: str, out: str | None, shard_size: int | None, **opt
 
 
 def _lines(out: str, found: dict[str, Any]) -> dict[str, str]:
-    from kconv.report import clock, human
+    from kconv.console import clock, human
 
     read = f"read {human(found['read_rate'])}/s, " if found["read_rate"] else "source not probed, "
     return {

@@ -28,8 +28,8 @@ from kconv.cli.options import Size
 @click.option("--max-file-size", type=Size(), default="50GB", show_default=True, help="Bytes one file may have.")
 def command(folder: str, repo_id: str, **options: Any) -> Outcome:
     """Upload the folder DIR to the model repository REPO_ID; resumable, and a second run uploads nothing."""
-    from kconv.publishing import publish
-    from kconv.report import human
+    from kconv.console import human
+    from kconv.publishing.publish import publish
 
     data = publish(folder, repo_id, quiet=False, **options)
 

@@ -22,7 +22,7 @@ class Numbers(click.ParamType):
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        from kconv.cards import numbers
+        from kconv.zoo.cards import numbers
 
         if isinstance(value, tuple):
             return value
@@ -83,7 +83,7 @@ def _option(field: dataclasses.Field) -> Callable[[Any], Any]:
 
 
 def _show(console: Console, chosen: Family, data: dict[str, Any]) -> None:
-    from kconv.report import human
+    from kconv.console import human
 
     made = f"{data['tensors']:,} tensors, {human(data['bytes'])} in {data['shards']} files"
     how = "headers only, the data are holes" if data["full_size"] else f"seed {data['seed']}"

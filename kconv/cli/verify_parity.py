@@ -33,7 +33,7 @@ def command(converted: str, reference: str, streamed: bool, reference_python: st
     Exit code 0 when it passes, 1 when it does not, 2 for bad input, 3 when the reference cannot run here.
     """
     from kconv import parity
-    from kconv.evidence import subject
+    from kconv.checkpoint.evidence import subject
 
     report = (parity.streamed if streamed else parity.check)(converted, reference, python=reference_python, **how)
 

@@ -8,9 +8,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kconv.cards import Card
 from kconv.cli.common import Outcome, outcome_command
-from kconv.report import human
+from kconv.console import human
+from kconv.zoo.cards import Card
 
 UNKNOWN = "unknown"
 
@@ -52,8 +52,8 @@ def _row(card: Card) -> tuple[str, str, str, str, str]:
 @click.argument("card")
 def show_command(card: str) -> Outcome:
     """Show one CARD, by its id or from a .yaml file."""
-    from kconv.cards import load_card
     from kconv.zoo import lines
+    from kconv.zoo.cards import load_card
 
     loaded = load_card(card)
 
@@ -70,7 +70,7 @@ def show_command(card: str) -> Outcome:
 def check_command(source: str | None, card: str | None) -> Outcome:
     """Hold a checkpoint's headers against its card; without SOURCE, check the cards themselves."""
     from kconv import zoo
-    from kconv.cards import load_card
+    from kconv.zoo.cards import load_card
 
     if source is None:
         chosen = [load_card(card)] if card else zoo.cards()
@@ -99,7 +99,7 @@ def check_command(source: str | None, card: str | None) -> Outcome:
 @click.argument("out", type=click.Path())
 def page_command(out: str) -> Outcome:
     """Write the zoo as one static page to OUT."""
-    from kconv.zoo_page import write_page
+    from kconv.zoo.page import write_page
 
     data = write_page(out)
     return Outcome(data, show=lambda console: console.print(f"{data['path']}: {data['cards']} cards", markup=False))

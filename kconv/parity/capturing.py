@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kconv.checkpoint.headers import read_header
 from kconv.errors import EnvironmentLacks, KconvError
-from kconv.files import LocalFiles
-from kconv.headers import read_header
+from kconv.storage.files import LocalFiles
 
 SCRIPT = Path(__file__).with_name("capture_script.py")
 TAIL = 12  # lines of a crashed reference's last words

@@ -35,7 +35,7 @@ from kconv.parity.verdict import DERIVED, Verdict, open_report
 from kconv.parity.witness import testify
 
 if TYPE_CHECKING:
-    from kconv.speculative.parity import DraftReport
+    from kconv.parity.drafts import DraftReport
 
 Loader = Callable[[Any, Any], Any]
 DECODED = 4  # tokens that the `cached` run decodes one by one
@@ -72,7 +72,7 @@ def check(
     Raises KconvError for bad input, EnvironmentLacks when the reference cannot run here.
     """
     from kconv.loading import load
-    from kconv.speculative.parity import check_draft, concerns_draft
+    from kconv.parity.drafts import check_draft, concerns_draft
 
     if concerns_draft(converted, reference):
         return check_draft(converted, reference, dtype=dtype, device=device)

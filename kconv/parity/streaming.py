@@ -25,6 +25,8 @@ import torch
 from torch import nn
 
 from kconv.conversion import default_workers, plan
+from kconv.engine.run import execute
+from kconv.engine.slabs import streams
 from kconv.errors import KconvError
 from kconv.loading import MemorySink, _storage, empty_model
 from kconv.parity.capture_script import FORMAT, Refused, entries_of, inputs_of
@@ -34,8 +36,6 @@ from kconv.parity.limits import FACTOR
 from kconv.parity.report import Report
 from kconv.parity.trace import DEVICE, PARTS, decoder_of
 from kconv.parity.unseen import same_form
-from kconv.run import execute
-from kconv.slabs import streams
 
 EQUAL = dict.fromkeys(("max_abs", "p90_abs", "median_abs", "max_kl", "mean_kl"), 0.0) | {"top1_agreement": 1.0}
 SKETCH = 16  # projections of each module output that a second checkpoint's run keeps

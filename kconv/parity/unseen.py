@@ -23,8 +23,8 @@ from kconv.spec import torch_dtype
 if TYPE_CHECKING:
     import numpy as np
 
-    from kconv.plans import Plan
-    from kconv.slabs import Part, Region, Slab
+    from kconv.engine.slabs import Part, Region, Slab
+    from kconv.planning.plan import Plan
 
 Unseen = dict[str, set[int] | None]  # name in the state dict -> experts (None: the whole tensor)
 
@@ -58,8 +58,8 @@ def same_form(source: Any, model: Any) -> dict[str, Any]:
 def different(model: Any, source: Any, names: Unseen) -> list[str]:
     """Which of these tensors do not equal the source's, as `layers.0.mlp.experts.down_proj[3]`; sorted."""
     from kconv.conversion import default_workers, plan
-    from kconv.run import execute
-    from kconv.slabs import streams
+    from kconv.engine.run import execute
+    from kconv.engine.slabs import streams
 
     made = plan(str(source), "native", **same_form(source, model)).check()
     found: set[str] = set()

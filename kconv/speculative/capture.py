@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from kconv.errors import KconvError
-from kconv.modeling.draft_config import STREAMS, check_taps
+from kconv.modeling.drafts.config import STREAMS, check_taps
 
 
 class Captured:

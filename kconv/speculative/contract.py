@@ -1,4 +1,4 @@
-"""The training contract of block drafts: where blocks stand, what they see (`kconv.modeling.draft_mask`), what they predict.
+"""The training contract of block drafts: where blocks stand, what they see (`kconv.modeling.drafts.mask`), what they predict.
 
 | item | DFlash, DFlash2 | DSpark (`sample_from_anchor`) |
 |---|---|---|
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kconv.errors import KconvError
-from kconv.modeling.draft_mask import block_mask, decode_mask
+from kconv.modeling.drafts.mask import block_mask, decode_mask
 
 __all__ = [
     "Anchors", "NoValidAnchors", "acceptance_lengths", "accepted_run", "block_mask", "block_positions", "block_tokens",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kconv.errors import KconvError
-from kconv.modeling.draft_sampling import Proposal, Sampler
+from kconv.modeling.drafts.sampling import Proposal, Sampler
 from kconv.speculative.proposers import Proposer, proposer_for
 from kconv.speculative.target import Target, depth_of
 

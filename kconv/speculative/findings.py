@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kconv.modeling.draft_config import DraftConfig
-from kconv.modeling.draft_rope import mscale
+from kconv.modeling.drafts.config import DraftConfig
+from kconv.modeling.drafts.rope import mscale
 from kconv.speculative.capture import tap_findings
 
 PLAIN = ("dflash", "dflash_kimi_k25", "kimi_k3_dflash")  # nothing but attention tells their positions apart

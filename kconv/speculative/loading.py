@@ -6,8 +6,8 @@ from typing import Any
 
 from kconv.adapters import Options
 from kconv.adapters.drafts.adapter import NATIVE, layouts, read_source
-from kconv.plans import Plan
-from kconv.source import Checkpoint, open_checkpoint
+from kconv.checkpoint.reading import Checkpoint, open_checkpoint
+from kconv.planning.plan import Plan
 from kconv.spec import torch_dtype
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kconv.errors import KconvError
-from kconv.modeling.draft_cache import DraftCache
-from kconv.modeling.draft_model import BlockDraftModel
-from kconv.modeling.draft_sampling import Proposal, Sampler
-from kconv.modeling.eagle3 import Eagle3DraftModel
+from kconv.modeling.drafts.cache import DraftCache
+from kconv.modeling.drafts.eagle3 import Eagle3DraftModel
+from kconv.modeling.drafts.model import BlockDraftModel
+from kconv.modeling.drafts.sampling import Proposal, Sampler
 from kconv.speculative.target import Target
 
 

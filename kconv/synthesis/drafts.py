@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kconv.adapters.drafts.reading import read_draft_config
-from kconv.adapters.drafts.rows import Row, kinds_of_taps, rows_of, shape, sizes
 from kconv.adapters.drafts.spelling import spell
+from kconv.adapters.drafts.table import Row, kinds_of_taps, rows_of, shape, sizes
 from kconv.errors import KconvError
 from kconv.spec import Spec, dtype_name
 from kconv.synthesis.families import Family, knob

@@ -121,7 +121,7 @@ def _value_problems(key: str, value: Any, field: dataclasses.Field) -> list[str]
 
 def _full_size(name: str, chosen: Family, options: dict[str, Any]) -> Synthetic:
     """The checkpoint of the family's card, without data: names, specs and shards are the card's, the config its shape's."""
-    from kconv.cards import load_card
+    from kconv.zoo.cards import load_card
 
     if chosen.card is None or chosen.frame is None:
         raise KconvError(f"{name} has no card to take its full size from", hint="leave --full-size out")

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kconv.adapters.k2_config import vision_config
-from kconv.adapters.k2_layout import EXPERTS, VISION, k2_layout
-from kconv.adapters.k2_source import ROOTS, Side
-from kconv.adapters.k2_vision import vision_sizes
-from kconv.adapters.k3_layout import K3Layout
+from kconv.adapters.k2.config import vision_config
+from kconv.adapters.k2.source import ROOTS, Side
+from kconv.adapters.k2.table import EXPERTS, VISION, k2_layout
+from kconv.adapters.k2.vision import vision_sizes
+from kconv.adapters.k3.table import K3Layout
 from kconv.errors import Problems
 from kconv.spec import Spec, dtype_name
 from kconv.synthesis.configs import END_OF_MESSAGE, EOS, MEDIA, generation_config, tokenizer_files

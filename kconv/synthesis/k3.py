@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kconv.adapters.k3_layout import EXPERTS, K3Layout, Row, k3_layout
-from kconv.adapters.k3_source import ROOTS, Side
+from kconv.adapters.k3.source import ROOTS, Side
+from kconv.adapters.k3.table import EXPERTS, K3Layout, Row, k3_layout
 from kconv.spec import Spec, dtype_name
 from kconv.synthesis.configs import generation_config, k3_config, k3_text_config, linear_config, tokenizer_files
 from kconv.synthesis.families import Family

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kconv.adapters.k3_layout import k3_layout
+from kconv.adapters.k3.table import k3_layout
 from kconv.synthesis.configs import k3_config, k3_text_config
 from kconv.synthesis.families import Family, knob
 from kconv.synthesis.k3 import k3_like

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kconv.claim import claim, out_path
-from kconv.folder import unfinished
-from kconv.layout import OutFile, safetensors_header
-from kconv.preflight import check_filled, check_place, check_room
-from kconv.safe_paths import inside
-from kconv.source import index_name
+from kconv.checkpoint.claim import claim, out_path
+from kconv.checkpoint.folder import unfinished
+from kconv.checkpoint.reading import index_name
+from kconv.engine.out_files import OutFile, safetensors_header
+from kconv.engine.preflight import check_filled, check_place, check_room
 from kconv.spec import BITS, Spec, spec_of
+from kconv.storage.safe_paths import inside
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kconv
-from kconv.adapters.k3_config import NATIVE_ABSENT
+from kconv.adapters.k3.config import NATIVE_ABSENT
 from kconv.errors import Problems
 from tests.builders import small_k3
 from tests.reading import json_of

@@ -209,7 +209,7 @@ def test_from_pretrained_is_strict(tmp_path: Path) -> None:
     found["layers.9.mlp.up_proj.weight"] = found.pop("layers.1.mlp.up_proj.weight")
     found["norm.weight"] = found["norm.weight"][:64].clone()
     save_file(found, tmp_path / "native/model.safetensors", {"format": "pt"})
-    from kconv.modeling.dflash_k25 import DFlashKimiK25
+    from kconv.modeling.drafts.dflash import DFlashKimiK25
 
     with pytest.raises(Problems) as error:
         DFlashKimiK25.from_pretrained(tmp_path / "native")

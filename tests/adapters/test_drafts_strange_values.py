@@ -16,11 +16,11 @@ import kconv
 from kconv.adapters import Options
 from kconv.adapters.drafts.adapter import describe, is_draft, layouts
 from kconv.adapters.drafts.reading import READ, read_draft_config
+from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.errors import KconvError
-from kconv.kinds import fits, misfits
-from kconv.modeling.dflash2 import DFlash2Config, DFlash2DraftModel
-from kconv.modeling.eagle3 import Eagle3Config, Eagle3DraftModel
-from kconv.source import Checkpoint, open_checkpoint
+from kconv.json_types import fits, misfits
+from kconv.modeling.drafts.dflash2 import DFlash2Config, DFlash2DraftModel
+from kconv.modeling.drafts.eagle3 import Eagle3Config, Eagle3DraftModel
 from kconv.speculative import load_draft
 from kconv.synthesis.drafts import KINDS
 from kconv.synthesis.families import synthesize

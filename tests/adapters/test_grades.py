@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kconv
+from kconv.checkpoint.reading import open_checkpoint
 from kconv.errors import KconvError
-from kconv.source import open_checkpoint
 from kconv.synthesis.families import tiny
 from tests.builders import small_k3
 

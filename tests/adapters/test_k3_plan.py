@@ -18,10 +18,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import kconv
+from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.cli import cli
-from kconv.plans import Plan
-from kconv.report import print_plan
-from kconv.source import Checkpoint, open_checkpoint
+from kconv.console import print_plan
+from kconv.planning.plan import Plan
 from tests.reading import PUBLISHED, ROOT, json_of, needs_published
 
 TABLE = ROOT / "tests" / "data" / "plan-kimi-k3.txt"

@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 import kconv
-from kconv import manifest as manifests
+from kconv.checkpoint import manifest as manifests
+from kconv.checkpoint.reading import open_checkpoint
 from kconv.cli import cli
 from kconv.errors import KconvError
-from kconv.files import LocalFiles
-from kconv.hashing import digests_of, stated
-from kconv.source import open_checkpoint
+from kconv.storage.files import LocalFiles
+from kconv.storage.hashing import digests_of, stated
 from tests.reading import json_of
 
 MOE = "language_model.model.layers.2.block_sparse_moe.experts."

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 import kconv
-from kconv import manifest as manifests
+from kconv.checkpoint import manifest as manifests
 from kconv.cli import cli
-from kconv.files import LocalFiles
-from kconv.hashing import digests_of
+from kconv.storage.files import LocalFiles
+from kconv.storage.hashing import digests_of
 from tests.builders import small_k3
 from tests.reading import json_of
 

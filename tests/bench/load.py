@@ -39,10 +39,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import kconv
-from kconv import run_cuda
-from kconv.files import pread_full
-from kconv.report import human
-from kconv.run_cuda import BATCH, BATCHES
+from kconv.console import human
+from kconv.engine import worker_cuda
+from kconv.engine.worker_cuda import BATCH, BATCHES
+from kconv.storage.files import pread_full
 from tests.bench.conversion import REAL
 
 BLOCK = 4 << 20
@@ -206,12 +206,12 @@ class Bench:
 
     def tune(self, workers: int) -> None:
         """The packed load with pinned batches of other sizes."""
-        kept = run_cuda.BATCH, run_cuda.BATCHES
+        kept = worker_cuda.BATCH, worker_cuda.BATCHES
         for batch, count in itertools.product((2, 4, 8, 16, 32, 64), (2, 4)):
-            run_cuda.BATCH, run_cuda.BATCHES = batch << 20, count
+            worker_cuda.BATCH, worker_cuda.BATCHES = batch << 20, count
             seconds = timed(partial(kconv.load, self.large, device=self.device, workers=workers), self.device, 2)
             self.say(f"{count} batches of {batch} MiB, {workers} workers", weight_bytes(self.large) / seconds)
-        run_cuda.BATCH, run_cuda.BATCHES = kept
+        worker_cuda.BATCH, worker_cuda.BATCHES = kept
 
     def bf16(self, workers: int) -> None:
         """Decoding on the device, into the model and into files, on the small checkpoint; the bits against the CPU's."""

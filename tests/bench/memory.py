@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import kconv
-from kconv.report import human
+from kconv.console import human
 from kconv.synthesis.families import synthesize
 from tests.bench.probe import run_kconv
 

@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from kconv.report import human
+from kconv.console import human
 from tests.bench.probe import Taken, run_kconv
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import kconv
-from kconv.report import clock, human
+from kconv.console import clock, human
 from tests.bench.probe import run_kconv
 
 

@@ -30,9 +30,9 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from kconv.modeling import KimiK3ForCausalLM, KimiK3TextConfig  # noqa: E402
-from kconv.modeling.dflash_k3 import KimiK3DFlashDraftModel, build_kimi_k3_dflash_draft_config  # noqa: E402
-from kconv.modeling.dflash_k25 import DFlashConfig, DFlashDraftModel  # noqa: E402
-from kconv.modeling.dspark import DSparkConfig, DSparkDraftModel  # noqa: E402
+from kconv.modeling.drafts.dflash import DFlashConfig, DFlashDraftModel  # noqa: E402
+from kconv.modeling.drafts.dflash_k3 import KimiK3DFlashDraftModel, build_kimi_k3_dflash_draft_config  # noqa: E402
+from kconv.modeling.drafts.dspark import DSparkConfig, DSparkDraftModel  # noqa: E402
 from kconv.modeling.kda import KimiDeltaAttention  # noqa: E402
 from kconv.speculative import capture_hidden, contract, plain_generate, speculative_generate  # noqa: E402
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import kconv
 from kconv.cli import cli
-from kconv.speculative.parity import LIMIT
+from kconv.parity.drafts import LIMIT
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 DRAFTS = ["k3-dflash-draft", "k25-dflash-draft"]

@@ -41,8 +41,8 @@ def convert_in_child(arguments: list[str], fault: Callable[..., None] | None = N
 
 
 def _child(arguments: list[str], fault: Callable[..., None] | None, details: tuple) -> None:
-    from kconv import direct
     from kconv.cli.convert import command
+    from kconv.storage import direct
 
     direct.LEAST = PAGE  # small tensors are written as large ones are
     null = os.open(os.devnull, os.O_WRONLY)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kconv.checkpoint.reading import open_checkpoint
 from kconv.errors import KconvError
-from kconv.source import open_checkpoint
 from tests.engine.conftest import ARGUMENTS
 from tests.engine.faults import WHEN, convert_in_child, die, fail, tree
 from tests.reading import takes_direct_writes

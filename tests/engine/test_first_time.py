@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kconv.first_time import alone_at_first
+from kconv.engine.first_time import alone_at_first
 from tests.builders import ROOT, small_k3
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import kconv
-from kconv import folder as folders
-from kconv.claim import claim, lock_path
+from kconv.checkpoint import folder as folders
+from kconv.checkpoint.claim import claim, lock_path
 from kconv.errors import KconvError
 from tests.builders import small_k3
 from tests.cli.refusing import done, error_of, run, snapshot

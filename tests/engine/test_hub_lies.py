@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 import kconv
-from kconv import hub_http
 from kconv.cli import cli
 from kconv.errors import KconvError
+from kconv.storage import hub_http
 from tests.adapters.test_verify_beside import reseal
 from tests.builders import small_k3
 from tests.engine.faults import tree

@@ -11,7 +11,7 @@ import pytest
 
 import kconv
 from kconv.errors import KconvError
-from kconv.hub import HubFiles
+from kconv.storage.hub import HubFiles
 from kconv.synthesis.families import tiny
 from tests.engine.faults import tree
 from tests.hubserver.faults import Fault
@@ -63,7 +63,7 @@ def test_conversion_from_the_hub_equals_the_local_one(published: Path, hub: HubS
 
 
 def test_few_shards_lie_on_disk_and_each_is_fetched_once(published: Path, hub: HubServer, tmp_path: Path) -> None:
-    from kconv.staging import StagedFiles
+    from kconv.storage.staging import StagedFiles
 
     most = 0
     real = StagedFiles.read_into

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import kconv
-from kconv import linking
+from kconv.engine import linking
+from kconv.engine.job import Job, Settings
+from kconv.engine.linking import MADE, link
 from kconv.errors import EnvironmentLacks, KconvError
-from kconv.job import Job, Settings
-from kconv.linking import MADE, link
 
 SHARED_MEMORY = Path("/dev/shm")
 

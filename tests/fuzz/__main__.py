@@ -66,7 +66,7 @@ def _warm() -> None:
     import kconv.cli.package
     import kconv.cli.plan
     import kconv.cli.verify
-    import kconv.hub_http  # noqa: F401
+    import kconv.storage.hub_http  # noqa: F401
 
     torch.set_num_threads(1)
 

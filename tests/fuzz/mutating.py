@@ -71,7 +71,7 @@ def _once(path: Path, rng: Random, decoy: Path) -> str:
 
 def _resealed(path: Path) -> list[str]:
     """Let the manifest state what the files now are, under a seal that fits; none where it is no JSON any more."""
-    from kconv.manifest import dump
+    from kconv.checkpoint.manifest import dump
 
     try:
         manifest: Any = json.loads(path.read_bytes())

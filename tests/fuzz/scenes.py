@@ -333,7 +333,7 @@ def client_of(url: str, home: Path) -> None:
 
     from huggingface_hub import constants, hf_api
 
-    import kconv.hub_http as http
+    import kconv.storage.hub_http as http
 
     os.environ |= {"HF_TOKEN": TOKEN, "HF_ENDPOINT": url, "HF_HOME": str(home)}
     for name, sub in (("HF_HOME", ""), ("HF_HUB_CACHE", "hub"), ("HF_XET_CACHE", "xet"), ("HF_ASSETS_CACHE", "assets")):

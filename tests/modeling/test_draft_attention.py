@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kconv.modeling.dflash_k3 import KimiK3DFlashConfig, KimiK3DFlashDraftModel
-from kconv.modeling.dflash_k25 import DFlashConfig, DFlashDraftModel
-from kconv.modeling.dflash_mla import MLADraftAttention
-from kconv.modeling.draft_config import DraftConfig
-from kconv.modeling.draft_mask import block_mask, decode_mask
-from kconv.modeling.draft_rope import Rope, default_attention_factor, mscale
-from kconv.modeling.dspark import DSparkConfig
+from kconv.modeling.drafts.config import DraftConfig
+from kconv.modeling.drafts.dflash import DFlashConfig, DFlashDraftModel
+from kconv.modeling.drafts.dflash_k3 import KimiK3DFlashConfig, KimiK3DFlashDraftModel
+from kconv.modeling.drafts.dspark import DSparkConfig
+from kconv.modeling.drafts.mask import block_mask, decode_mask
+from kconv.modeling.drafts.mla import MLADraftAttention
+from kconv.modeling.drafts.rope import Rope, default_attention_factor, mscale
 from kconv.speculative import review
 
 YARN = {

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from kconv.modeling import KimiK3TextConfig
-from kconv.modeling.dflash2 import DFlash2Config
-from kconv.modeling.dflash_k3 import (
+from kconv.modeling.drafts import CLASSES, config_class
+from kconv.modeling.drafts.config import DraftConfig, DraftConfigError
+from kconv.modeling.drafts.dflash import DFlashConfig, DFlashKimiK25, DFlashKimiK25Config
+from kconv.modeling.drafts.dflash2 import DFlash2Config
+from kconv.modeling.drafts.dflash_k3 import (
     KimiK3DFlashConfig,
     KimiK3DFlashDraftModel,
     build_kimi_k3_dflash_draft_config,
     build_kimi_k3_dflash_target_kwargs,
 )
-from kconv.modeling.dflash_k25 import DFlashConfig, DFlashKimiK25, DFlashKimiK25Config
-from kconv.modeling.draft_config import DraftConfig, DraftConfigError
-from kconv.modeling.drafts import CLASSES, config_class
-from kconv.modeling.dspark import DSparkConfig
-from kconv.modeling.eagle3 import Eagle3Config
+from kconv.modeling.drafts.dspark import DSparkConfig
+from kconv.modeling.drafts.eagle3 import Eagle3Config
 from tests.modeling.tiny import K3
 
 YARN = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kconv.modeling.draft_sampling import Sampler
+from kconv.modeling.drafts.sampling import Sampler
 from kconv.speculative import load_draft, plain_generate, speculative_generate
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("dflash") is None, reason="needs dflash 0.1.0")

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kconv.modeling.draft_mask import block_mask
-from kconv.modeling.draft_sampling import Sampler
+from kconv.modeling.drafts.mask import block_mask
+from kconv.modeling.drafts.sampling import Sampler
 from kconv.speculative import load_draft
 from tests.modeling import draft_reference
 from tests.modeling.draft_reference import ANCHORS, BLOCK, B, S

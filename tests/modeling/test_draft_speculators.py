@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kconv
-from kconv.modeling.draft_mask import block_mask
+from kconv.modeling.drafts.mask import block_mask
 from kconv.speculative import load_draft
 from kconv.synthesis.families import tiny
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from kconv.modeling import KimiK3Cache, KimiK3TextConfig
-from kconv.modeling.dflash2 import DFlash2Config, DFlash2DraftModel
-from kconv.modeling.dflash_k3 import KimiK3DFlashConfig, KimiK3DFlashDraftModel
-from kconv.modeling.dflash_k25 import DFlashConfig, DFlashDraftModel
-from kconv.modeling.dspark import DSparkConfig, DSparkDraftModel
-from kconv.modeling.eagle3 import Eagle3Config, Eagle3DraftModel
+from kconv.modeling.drafts.dflash import DFlashConfig, DFlashDraftModel
+from kconv.modeling.drafts.dflash2 import DFlash2Config, DFlash2DraftModel
+from kconv.modeling.drafts.dflash_k3 import KimiK3DFlashConfig, KimiK3DFlashDraftModel
+from kconv.modeling.drafts.dspark import DSparkConfig, DSparkDraftModel
+from kconv.modeling.drafts.eagle3 import Eagle3Config, Eagle3DraftModel
 from tests.modeling.test_indexer import sparse_model
 from tests.modeling.tiny import LINEAR_48B, ids, model, of
 

@@ -142,7 +142,7 @@ def test_wheel_holds_every_module_and_card(built: tuple[Path, Path], tree: Path)
     shipped = {n for n in names_in(built[1]) if n.endswith((".py", ".yaml"))}
     assert {n for n in wanted if n.endswith(".py")} == {n for n in shipped if n.endswith(".py")}
     assert wanted <= shipped
-    assert {"kconv/adapters/k3.py", "kconv/modeling/model.py", "kconv/cards/kimi-k3.yaml"} <= shipped
+    assert {"kconv/adapters/k3/__init__.py", "kconv/modeling/model.py", "kconv/cards/kimi-k3.yaml"} <= shipped
     assert "kconv/py.typed" in names_in(built[1])
 
 
@@ -239,7 +239,7 @@ def test_both_import_in_one_process(installed: Installed) -> None:
     if not installed.its_own:
         pytest.skip(f"{ADAPTERHUB} and what it needs cannot be fetched here")
     script = (
-        "import adapters, kconv, kconv.adapters, kconv.adapters.k3, kconv.cards;"
+        "import adapters, kconv, kconv.adapters, kconv.adapters.k3, kconv.zoo.cards;"
         "print(adapters.__file__); print(adapters.AdapterConfig.__module__); print(kconv.adapters.__file__)"
     )
     theirs, module, ours = installed.run(script, path=installed.its_own).splitlines()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kconv.packaging import package
+from kconv.packaging.package import package
 from kconv.synthesis.families import tiny
 
 DECLARED: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from huggingface_hub import ModelCard
 
-from kconv.card_rules import metadata, problems
+from kconv.publishing.modelcard_rules import metadata, problems
 
 GOOD = """---
 license: other

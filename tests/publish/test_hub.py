@@ -1,4 +1,4 @@
-"""kconv.hub against the test Hub: pinned revisions, ranges under fire, resumed downloads, errors in plain words."""
+"""kconv.storage.hub against the test Hub: pinned revisions, ranges under fire, resumed downloads, errors in plain words."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kconv import hub_http
 from kconv.errors import EnvironmentLacks, KconvError
-from kconv.files import Files, open_files
-from kconv.hub import HubFiles, parse_source
+from kconv.storage import hub_http
+from kconv.storage.files import Files, open_files
+from kconv.storage.hub import HubFiles, parse_source
 from tests.hubserver import OTHER_TOKEN, Fault, HubServer
 
 CONTENT = random.Random(0).randbytes(1_000_000)
@@ -187,7 +187,7 @@ def test_nobody_listens(hub: HubServer, waits: list[float], monkeypatch: pytest.
 
 
 def test_headers_of_a_checkpoint_over_ranges(hub: HubServer) -> None:
-    from kconv.source import open_checkpoint
+    from kconv.checkpoint.reading import open_checkpoint
 
     golden = Path(__file__).parents[1] / "data" / "golden" / "tiny-k3"
     hub.seed_folder("lab/tiny", golden)

@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 import kconv
+from kconv.checkpoint.reading import open_checkpoint
 from kconv.errors import EnvironmentLacks, KconvError
-from kconv.source import open_checkpoint
 from tests.builders import small_k3
 from tests.hubserver import HubServer
 

@@ -14,16 +14,17 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 import kconv
-from kconv import card_rules, provenance, runtimes
 from kconv.adapters.drafts.adapter import read_source
-from kconv.checking import check
+from kconv.checkpoint.reading import open_checkpoint
 from kconv.cli import cli
 from kconv.errors import KconvError
-from kconv.packaging import package
-from kconv.source import open_checkpoint
+from kconv.packaging import provenance, runtimes
+from kconv.packaging.check import check
+from kconv.packaging.package import package
+from kconv.packaging.target_model import Target
+from kconv.publishing import modelcard_rules
 from kconv.synthesis.drafts import KINDS
 from kconv.synthesis.families import tiny
-from kconv.target import Target
 from tests.hubserver import HubServer
 from tests.publish.packaged import DECLARED, WHOSE, config_of, draft_of, packaged
 
@@ -42,7 +43,7 @@ def test_every_kind(kind: str, tmp_path: Path, target: Path) -> None:
     assert left_out <= {"embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
     readme = (out / "README.md").read_text()
-    assert card_rules.problems(readme) == []
+    assert modelcard_rules.problems(readme) == []
     assert ModelCard(readme).data.to_dict()["base_model"] == "moonshotai/Tiny"
     assert "a" * 40 in readme
     manifest = config_of(out, "kconv.json")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kconv import provenance
-from kconv.target import Target
+from kconv.packaging import provenance
+from kconv.packaging.target_model import Target
 from tests.hubserver import HubServer
 from tests.publish.packaged import config_of, packaged
 

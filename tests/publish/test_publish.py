@@ -13,11 +13,12 @@ from huggingface_hub import HfApi, snapshot_download
 from safetensors.torch import load_file
 
 import kconv
-from kconv import hub_http, upload
 from kconv.cli import cli
 from kconv.errors import AnswerIsNo, EnvironmentLacks, KconvError, Problems
-from kconv.folder_check import ALLOWABLE
-from kconv.publishing import publish
+from kconv.publishing import upload
+from kconv.publishing.folder_check import ALLOWABLE
+from kconv.publishing.publish import publish
+from kconv.storage import hub_http
 from tests.hubserver import OTHER_TOKEN, READ_TOKEN, Fault, HubServer
 from tests.hubserver.store import Commit
 from tests.publish.conftest import CARD, write_manifest
@@ -294,7 +295,7 @@ def test_changed_after_it_was_made(hub: HubServer, hub_token: str, model: Path) 
 
 
 def test_require_verified(hub: HubServer, hub_token: str, model: Path, tmp_path: Path) -> None:
-    from kconv import evidence
+    from kconv.checkpoint import evidence
 
     with pytest.raises(AnswerIsNo, match="is not verified: no result"):
         publish(model, "me/m", require="verified")
@@ -335,7 +336,7 @@ def test_notes_for_people(hub: HubServer, hub_token: str, model: Path) -> None:
 
 
 def test_hashes_are_remembered_until_a_file_changes(model: Path) -> None:
-    from kconv.content_hash import HashMemory
+    from kconv.publishing.hub_hashes import HashMemory
 
     read: list[int] = []
     shard = model / SHARDS[0]

@@ -19,7 +19,7 @@ from tests.hubserver import WRITE_TOKEN, Fault, HubServer
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    [__name__, "kconv.publishing", "kconv.source", "kconv.adapters.drafts.dialects", "huggingface_hub.hf_api",
+    [__name__, "kconv.publishing.publish", "kconv.checkpoint.reading", "kconv.adapters.drafts.dialects", "huggingface_hub.hf_api",
      "huggingface_hub.repocard"]
 )  # fmt: skip
 
@@ -30,7 +30,7 @@ def _publish(url: str, cache: str, folder: Path, options: dict) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     constants.ENDPOINT = url
     constants.HF_HUB_DISABLE_XET = True  # type: ignore[misc]
-    from kconv.publishing import publish
+    from kconv.publishing.publish import publish
 
     publish(folder, "me/m", **options)
 

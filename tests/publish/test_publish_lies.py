@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kconv import hub_http
 from kconv.cli import cli
+from kconv.storage import hub_http
 from tests.hubserver import HubServer
 from tests.hubserver.lies import PUBLISHING, Lie
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kconv
-from kconv.provenance import KEY
+from kconv.packaging.provenance import KEY
 from kconv.synthesis.families import tiny
 from tests.hubserver import HubServer
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import snapshot_download
 
-from kconv import hub_http
-from kconv.hub import HubFiles
-from kconv.publishing import publish
+from kconv.publishing.publish import publish
+from kconv.storage import hub_http
+from kconv.storage.hub import HubFiles
 from tests.hubserver import Fault, HubServer
 from tests.publish.test_publish import SHARDS, local, remote
 

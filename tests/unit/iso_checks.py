@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kconv.isos.base import Iso
 from kconv.kernels.common import same_bits
 from kconv.spec import Spec, spec_of, torch_dtype
+from kconv.transforms.base import Iso
 
 
 def random_bits(spec: Spec, seed: int = 0) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kconv.adapters.k3_layout import k3_layout
-from kconv.cards import Card, load_card, numbers
+from kconv.adapters.k3.table import k3_layout
 from kconv.errors import KconvError
 from kconv.spec import Spec
 from kconv.synthesis.k3 import K3
+from kconv.zoo.cards import Card, load_card, numbers
 from tests.reading import PUBLISHED, json_of, needs_published
 
 

@@ -10,14 +10,15 @@ import pytest
 import yaml
 
 import kconv
-from kconv import card_rules, evidence, manifest, modelcard
-from kconv.cards import FOLDER, Card, load_card, numbers
-from kconv.content_hash import HashMemory
+from kconv.checkpoint import evidence, manifest
+from kconv.checkpoint.reading import open_checkpoint
+from kconv.engine.journal import Journal
 from kconv.errors import KconvError, Unreadable
-from kconv.files import LocalFiles
-from kconv.journal import Journal
-from kconv.source import open_checkpoint
-from kconv.target import Target, stated
+from kconv.packaging.target_model import Target, stated
+from kconv.publishing import modelcard, modelcard_rules
+from kconv.publishing.hub_hashes import HashMemory
+from kconv.storage.files import LocalFiles
+from kconv.zoo.cards import FOLDER, Card, load_card, numbers
 from tests.builders import small_k3
 
 YAMLS = {
@@ -35,7 +36,7 @@ def test_yaml_of_any_damage_is_refused_in_cards_and_readmes(case: str, tmp_path:
     (tmp_path / "card.yaml").write_text(YAMLS[case])
     with pytest.raises(KconvError, match="not valid YAML"):
         load_card(tmp_path / "card.yaml")
-    data, found = card_rules.metadata(f"---\n{YAMLS[case]}\n---\n")
+    data, found = modelcard_rules.metadata(f"---\n{YAMLS[case]}\n---\n")
     assert data == {}
     assert "is not valid YAML" in found[0]
 

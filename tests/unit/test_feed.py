@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from kconv.engine.feed import Feed, Share
+from kconv.engine.file_sink import slab_checksum
+from kconv.engine.run import execute
+from kconv.engine.slabs import Part, Region, Slab
 from kconv.errors import KconvError
-from kconv.feed import Feed, Share
-from kconv.isos.base import Same
-from kconv.run import execute
-from kconv.slabs import Part, Region, Slab
 from kconv.spec import Spec
-from kconv.writer import slab_checksum
+from kconv.transforms.base import Same
 
 
 def part(name: str) -> Part:

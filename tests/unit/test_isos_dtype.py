@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kconv.errors import BadData, KconvError
-from kconv.isos.base import Grade, SpecError
-from kconv.isos.dtype import Cast
 from kconv.kernels.common import same_bits
 from kconv.spec import Spec, torch_dtype
+from kconv.transforms.base import Grade, SpecError
+from kconv.transforms.dtype import Cast
 from tests.unit.iso_checks import backward, forward, random_bits, round_trip
 
 WIDENING = [

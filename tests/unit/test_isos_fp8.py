@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kconv.errors import BadData, KconvError
-from kconv.isos.base import Grade, SpecError, Tiles
-from kconv.isos.fp8 import Fp8, Mxfp8
 from kconv.kernels.common import same_bits
 from kconv.kernels.geometry import LAYOUTS, scale_shape
 from kconv.spec import Spec, spec_of, torch_dtype
+from kconv.transforms.base import Grade, SpecError, Tiles
+from kconv.transforms.fp8 import Fp8, Mxfp8
 from tests.unit.iso_checks import backward, forward, random_bits, round_trip
 
 CODES = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")

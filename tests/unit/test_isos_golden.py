@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kconv.isos.fp8 import Fp8, Mxfp8
-from kconv.isos.int4 import Int4
-from kconv.isos.mxfp4 import Mxfp4
-from kconv.isos.nvfp4 import Nvfp4
 from kconv.kernels.common import same_bits
+from kconv.transforms.fp8 import Fp8, Mxfp8
+from kconv.transforms.int4 import Int4
+from kconv.transforms.mxfp4 import Mxfp4
+from kconv.transforms.nvfp4 import Nvfp4
 from tests.unit.iso_checks import round_trip
 from tests.unit.test_kernels_oracles import FP8, MXFP8, NVFP4, compressor, decompressed, scheme
 

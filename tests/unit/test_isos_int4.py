@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kconv.errors import BadData, KconvError
-from kconv.isos.base import Grade, SpecError
-from kconv.isos.int4 import Int4
 from kconv.kernels.common import same_bits
 from kconv.spec import Spec, torch_dtype
+from kconv.transforms.base import Grade, SpecError
+from kconv.transforms.int4 import Int4
 from tests.unit.iso_checks import backward, forward, random_bits, round_trip
 
 

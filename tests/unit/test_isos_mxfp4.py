@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kconv.errors import BadData, KconvError
-from kconv.isos.base import Grade, Seq, SpecError
-from kconv.isos.mxfp4 import Mxfp4
-from kconv.isos.shape import Fuse
 from kconv.kernels.common import same_bits
 from kconv.spec import FLOATS, Spec
+from kconv.transforms.base import Grade, Seq, SpecError
+from kconv.transforms.mxfp4 import Mxfp4
+from kconv.transforms.shape import Fuse
 from tests.unit.iso_checks import backward, forward, random_bits, round_trip
 
 HELD = {"BF16": (0, 252), "F16": (104, 140), "F32": (0, 252), "F64": (0, 254)}

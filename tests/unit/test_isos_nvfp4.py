@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kconv.errors import BadData
-from kconv.isos.base import Grade, SpecError
-from kconv.isos.nvfp4 import Nvfp4
 from kconv.kernels.common import same_bits
 from kconv.spec import Spec
+from kconv.transforms.base import Grade, SpecError
+from kconv.transforms.nvfp4 import Nvfp4
 from tests.unit.iso_checks import backward, forward, random_bits, round_trip
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from kconv.errors import BadData, KconvError
-from kconv.isos.base import Grade, Seq
-from kconv.isos.dtype import Cast
-from kconv.isos.fp8 import Fp8
-from kconv.isos.int4 import Int4
-from kconv.isos.mxfp4 import Mxfp4
-from kconv.isos.notes import Notes, collect
-from kconv.isos.quantize import QuantizeFp8, QuantizeMxfp4, QuantizeNvfp4
 from kconv.kernels.common import same_bits
 from kconv.kernels.measure import Error, error_of
+from kconv.transforms.base import Grade, Seq
+from kconv.transforms.dtype import Cast
+from kconv.transforms.fp8 import Fp8
+from kconv.transforms.int4 import Int4
+from kconv.transforms.mxfp4 import Mxfp4
+from kconv.transforms.notes import Notes, collect
+from kconv.transforms.quantize import QuantizeFp8, QuantizeMxfp4, QuantizeNvfp4
 from tests.unit.iso_checks import assert_tiles, backward, forward
 
 ISOS = [
@@ -122,7 +122,7 @@ def test_errors_add_up_over_tensors_and_threads():
 
 def test_without_a_collector_nothing_is_decoded_again():
     calls = []
-    from kconv.isos import notes
+    from kconv.transforms import notes
 
     notes.measure("X", torch.zeros(1), lambda: calls.append(1))  # type: ignore[arg-type, return-value]
     notes.warn("nobody listens")

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from kconv import json_text
+from kconv.checkpoint.headers import MAX_HEADER, read_tensors
+from kconv.checkpoint.reading import open_checkpoint
+from kconv.engine.out_files import lay_out
 from kconv.errors import KconvError, Problems
-from kconv.files import LocalFiles
-from kconv.headers import MAX_HEADER, read_tensors
-from kconv.layout import lay_out
-from kconv.plans import Target
-from kconv.source import open_checkpoint
+from kconv.planning.plan import Target
 from kconv.spec import Spec
+from kconv.storage import json_text
+from kconv.storage.files import LocalFiles
 from tests.builders import small_k3
 
 ROW = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
@@ -110,7 +110,7 @@ def test_a_header_of_lists_is_refused_before_it_is_built(tmp_path: Path) -> None
     def bound() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (800 << 20, 800 << 20))
 
-    code = "import sys; from kconv.headers import read_tensors; from kconv.files import LocalFiles; "
+    code = "import sys; from kconv.checkpoint.headers import read_tensors; from kconv.storage.files import LocalFiles; "
     code += "read_tensors(LocalFiles(sys.argv[1]), 'model.safetensors')"
     command = [sys.executable, "-c", code, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=bound, timeout=120)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kconv.isos.mxfp4 import Mxfp4
 from kconv.kernels import backend, mxfp4, mxfp4_arrays
 from kconv.spec import Spec, torch_dtype
+from kconv.transforms.mxfp4 import Mxfp4
 from tests.builders import small_k3
 
 pytest.importorskip("numba")

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 import kconv
-from kconv.isos.abreast import Abreast
-from kconv.isos.base import Iso, Par, Same, Seq, stated
-from kconv.isos.dtype import Cast
-from kconv.isos.fp8 import Fp8
-from kconv.isos.int4 import Int4
-from kconv.isos.inverse import Inverse
-from kconv.isos.mxfp4 import Mxfp4
-from kconv.isos.nvfp4 import Nvfp4
-from kconv.isos.quantize import QuantizeFp8, QuantizeMxfp4, QuantizeNvfp4
-from kconv.isos.shape import Fuse, Reshape, Transpose, TrimZeros
-from kconv.isos.vocab import VocabularyMaps
+from kconv.transforms.base import Iso, Par, Same, Seq, stated
+from kconv.transforms.dtype import Cast
+from kconv.transforms.fp8 import Fp8
+from kconv.transforms.int4 import Int4
+from kconv.transforms.inverse import Inverse
+from kconv.transforms.mxfp4 import Mxfp4
+from kconv.transforms.nvfp4 import Nvfp4
+from kconv.transforms.quantize import QuantizeFp8, QuantizeMxfp4, QuantizeNvfp4
+from kconv.transforms.shape import Fuse, Reshape, Transpose, TrimZeros
+from kconv.transforms.side_by_side import Abreast
+from kconv.transforms.vocab import VocabularyMaps
 
 Chain = tuple[dict[str, Any], ...]
 """Conversions in a row, by their options: all but the last are made, the last is planned."""

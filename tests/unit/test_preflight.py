@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import kconv
-from kconv import preflight, probe
 from kconv.conversion import SHARD_SIZE
+from kconv.engine import preflight, probe
+from kconv.engine.out_files import lay_out
 from kconv.errors import KconvError
-from kconv.layout import lay_out
-from kconv.plans import Plan
+from kconv.planning.plan import Plan
 from tests.builders import small_k3
 from tests.cli.refusing import done, run, snapshot
 
@@ -84,7 +84,7 @@ def test_free_memory_respects_the_limit_of_the_process() -> None:
     limit = 3 << 30
     script = (
         f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))\n"
-        "from kconv.preflight import free_memory; print(free_memory())"
+        "from kconv.engine.preflight import free_memory; print(free_memory())"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert 0 < int(result.stdout) <= limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kconv.printable import printable
+from kconv.text.printable import printable
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from kconv import digests, provenance
 from kconv.adapters.drafts.adapter import read_source
-from kconv.checking import check
+from kconv.checkpoint.reading import open_checkpoint
 from kconv.cli import cli
-from kconv.draft_checks import native_names
 from kconv.errors import KconvError, Problems
-from kconv.files import open_files
-from kconv.source import open_checkpoint
-from kconv.target import UNKNOWN, Target, facts
+from kconv.packaging import digests, provenance
+from kconv.packaging.check import check
+from kconv.packaging.problems import native_names
+from kconv.packaging.target_model import UNKNOWN, Target, facts
+from kconv.storage.files import open_files
 from tests.hubserver.fixtures import hub
 from tests.hubserver.server import HubServer
 

@@ -8,7 +8,7 @@ import pytest
 
 from kconv.cli.common import Outcome, execute
 from kconv.errors import KconvError, Problems
-from kconv.redaction import guard_logs, redacted, remember
+from kconv.text.redaction import guard_logs, redacted, remember
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import kconv
-from kconv import loading, run, run_cuda
+from kconv import loading
 from kconv.conversion import plan
-from kconv.slabs import Region, streams
+from kconv.engine import run, worker_cuda
+from kconv.engine.slabs import Region, streams
 from kconv.spec import Spec
 
 
@@ -42,7 +43,7 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Nothing)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: Nothing())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(run, "worker_for", lambda device: run_cuda.CudaWorker)
+    monkeypatch.setattr(run, "worker_for", lambda device: worker_cuda.CudaWorker)
 
 
 @pytest.mark.parametrize("options", ({}, {"experts": "bf16"}), ids=("packed", "bf16"))
@@ -50,7 +51,7 @@ def without_gpu(monkeypatch):
 def test_same_model_whatever_the_batch(without_gpu, monkeypatch, tmp_path, batch, options) -> None:
     """Regions that several batches hold, and batches that hold several regions."""
     kconv.tiny("k3", tmp_path / "source", layers=5, experts=4)
-    monkeypatch.setattr(run_cuda, "BATCH", batch)
+    monkeypatch.setattr(worker_cuda, "BATCH", batch)
     made = plan(tmp_path / "source", "native", **options).check()
     model = loading.empty_model(made, "cpu", None)
     state = loading._storage(made, model)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kconv.errors import KconvError
-from kconv.files import LocalFiles
-from kconv.safe_paths import checked, fault, faults, inside, is_leftover
+from kconv.storage.files import LocalFiles
+from kconv.storage.safe_paths import checked, fault, faults, inside, is_leftover
 
 UNSAFE = [
     ("", "empty"), ("/etc/passwd", "absolute"), ("//tmp/..", "absolute"), ("../x", "leads out"), ("a/../../x", "leads out"),

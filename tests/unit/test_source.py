@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 import kconv
+from kconv.checkpoint.reading import open_checkpoint
 from kconv.errors import KconvError
-from kconv.files import LocalFiles
-from kconv.source import open_checkpoint
 from kconv.spec import Spec
+from kconv.storage.files import LocalFiles
 from tests.builders import ROOT, header_of, raw_shard, read_index, rows, shard_name, small_k3, write_index
 from tests.hubserver.fixtures import hub
 from tests.hubserver.server import HubServer

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from kconv.checkpoint.reading import open_checkpoint
 from kconv.errors import KconvError
-from kconv.source import open_checkpoint
 
 WHOLE = save({"a.weight": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)})
 JSON = st.recursive(

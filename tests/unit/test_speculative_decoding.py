@@ -12,12 +12,12 @@ import torch
 
 from kconv.errors import KconvError
 from kconv.modeling import KimiK3TextConfig
-from kconv.modeling.dflash2 import DFlash2Config, DFlash2DraftModel
-from kconv.modeling.dflash_k3 import KimiK3DFlashDraftModel, build_kimi_k3_dflash_draft_config
-from kconv.modeling.dflash_k25 import DFlashConfig, DFlashDraftModel
-from kconv.modeling.draft_sampling import Proposal, Sampler
-from kconv.modeling.dspark import DSparkConfig, DSparkDraftModel
-from kconv.modeling.eagle3 import Eagle3Config, Eagle3DraftModel
+from kconv.modeling.drafts.dflash import DFlashConfig, DFlashDraftModel
+from kconv.modeling.drafts.dflash2 import DFlash2Config, DFlash2DraftModel
+from kconv.modeling.drafts.dflash_k3 import KimiK3DFlashDraftModel, build_kimi_k3_dflash_draft_config
+from kconv.modeling.drafts.dspark import DSparkConfig, DSparkDraftModel
+from kconv.modeling.drafts.eagle3 import Eagle3Config, Eagle3DraftModel
+from kconv.modeling.drafts.sampling import Proposal, Sampler
 from kconv.speculative.decoding import plain_generate, speculative_generate, verify_greedy, verify_sampled
 from kconv.speculative.target import Snapshot, Target, new_cache
 from tests.modeling import tiny

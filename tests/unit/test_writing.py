@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import xxhash
 
-from kconv import direct, hashing
-from kconv.direct import LEAST, PAGE, DirectWriter, file_system, whole_pages
-from kconv.files import Descriptors, LocalFiles
-from kconv.hashing import DIGESTS, Spare, TrailingHash, digests_of
-from kconv.isos.base import Same
-from kconv.layout import lay_out
-from kconv.plans import Target
-from kconv.run import Arena
-from kconv.slabs import Part, Region, Slab
+from kconv.engine.file_sink import FileSink
+from kconv.engine.out_files import lay_out
+from kconv.engine.run import Arena
+from kconv.engine.slabs import Part, Region, Slab
+from kconv.planning.plan import Target
 from kconv.spec import Spec
-from kconv.writer import FileSink
+from kconv.storage import direct, hashing
+from kconv.storage.direct import LEAST, PAGE, DirectWriter, file_system, whole_pages
+from kconv.storage.files import Descriptors, LocalFiles
+from kconv.storage.hashing import DIGESTS, Spare, TrailingHash, digests_of
+from kconv.transforms.base import Same
 from tests.reading import takes_direct_writes
 
 

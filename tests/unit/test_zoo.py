@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from kconv import zoo
-from kconv.cards import Card, card_ids, load_card
 from kconv.cli import cli
 from kconv.errors import KconvError
 from kconv.spec import BITS, Spec
+from kconv.zoo.cards import Card, card_ids, load_card
 from tests.hubserver.fixtures import hub
 from tests.hubserver.server import HubServer
 from tests.reading import PUBLISHED, json_of, needs_published

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kconv.cards import card_ids, load_card
-from kconv.zoo_page import write_page
+from kconv.zoo.cards import card_ids, load_card
+from kconv.zoo.page import write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VOID = {"meta", "link", "input", "br"}

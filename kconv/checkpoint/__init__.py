@@ -1,0 +1,1 @@
+"""What a checkpoint folder is: its headers, its side files, its manifest, and how a new one is made."""

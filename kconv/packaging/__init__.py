@@ -1,0 +1,1 @@
+"""Draft packages: made, described, and checked against their target."""

@@ -1,0 +1,1 @@
+"""A conversion as a value: rules, the edges they expand to, and the checked plan."""

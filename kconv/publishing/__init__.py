@@ -1,0 +1,1 @@
+"""Finished folders on the Hub: model cards, checks, hashes, uploads."""

@@ -1,0 +1,1 @@
+"""Text as it may be shown: without control characters, without credentials."""
