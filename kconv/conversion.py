@@ -13,27 +13,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kconv.adapters import Options, layouts_for
+from kconv.adapters import layouts_for
 from kconv.checkpoint import side_files
 from kconv.checkpoint.claim import claim, out_path
 from kconv.checkpoint.folder import check_left, check_names, discard, manifest_of, missing, partial_path
+from kconv.checkpoint.headers import OutFile
+from kconv.checkpoint.place import check_filled, check_place, check_room
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint, uncollected
 from kconv.console import human
 from kconv.engine.job import COMMAND, MOST_WARNINGS, Job, Settings, differing, stamps
 from kconv.engine.linking import MADE, linked_shards
-from kconv.engine.out_files import OutFile, lay_out
-from kconv.engine.preflight import (
-    check_beside,
-    check_device,
-    check_filled,
-    check_memory,
-    check_padding,
-    check_place,
-    check_room,
-    needed_bytes,
-    peak_bytes,
-)
+from kconv.engine.out_files import lay_out
+from kconv.engine.preflight import check_beside, check_device, check_memory, check_padding, needed_bytes, peak_bytes
 from kconv.errors import Altered, AnswerIsNo, BadData, EnvironmentLacks, KconvError
+from kconv.options import Options
 from kconv.planning.plan import Plan
 from kconv.storage.files import Files, LocalFiles, released
 from kconv.storage.hashing import DEFAULT_DIGEST
@@ -55,7 +48,7 @@ def plan(source: Any, to: str = "native", *, follow_index: bool = False, **optio
     Args:
         source: a folder, a `.safetensors` file, `hf://owner/name[@revision]`, or an opened `Checkpoint`.
         to: `native`, `hf` or `hf-text`.
-        options: `experts`, `vision`, `dtype`, `sidecar`, `layers`, `tie` (see `kconv.adapters.Options`).
+        options: `experts`, `vision`, `dtype`, `sidecar`, `layers`, `tie` (see `kconv.options.Options`).
 
     Returns an unchecked `Plan`; `plan.check()` raises everything that is wrong with it.
     """

@@ -6,10 +6,11 @@ import importlib
 from collections import Counter
 from typing import Any
 
-from kconv.adapters import TARGETS, adapter_for
+from kconv.adapters import adapter_for
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.conversion import plan
 from kconv.errors import KconvError
+from kconv.options import TARGETS
 
 
 def inspect(source: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kconv.checkpoint import manifest as manifests
+from kconv.checkpoint.manifest import checked
 from kconv.checkpoint.reading import MANIFEST, Checkpoint, open_checkpoint, read_json
 from kconv.console import Meter
 from kconv.conversion import default_workers, plan
@@ -26,11 +27,11 @@ from kconv.engine import beside
 from kconv.engine.run import execute
 from kconv.engine.slabs import Part, Region, Slab, streams
 from kconv.errors import KconvError, Unreadable
-from kconv.manifest_check import checked
 from kconv.names import folded
 from kconv.planning.plan import Plan
-from kconv.storage.files import Files, open_files, released
+from kconv.storage.files import Files, released
 from kconv.storage.hashing import digests_of, stated
+from kconv.storage.opening import open_files
 from kconv.transforms.base import Grade
 
 if TYPE_CHECKING:

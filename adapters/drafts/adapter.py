@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kconv.adapters import Options
 from kconv.adapters.drafts.dialects import dialect_of
 from kconv.adapters.drafts.reading import Reading, declare, read_draft_config
 from kconv.adapters.drafts.spelling import spell, traits_of
@@ -25,7 +24,8 @@ from kconv.adapters.drafts.value_types import complete
 from kconv.adapters.drafts.writing import serving_config
 from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError
-from kconv.planning.plan import Layouts
+from kconv.options import Options
+from kconv.planning.edges import Layouts
 from kconv.planning.rules import Rule, rule
 from kconv.spec import FLOATS, Spec, dtype_name
 from kconv.transforms.base import Iso, Same

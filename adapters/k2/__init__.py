@@ -15,22 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.adapters.k2.config import config_edits, hf_text_config, native_config, published_config
 from kconv.adapters.k2.source import K2Source, Side, read_source
 from kconv.adapters.k2.table import EXPERTS, STACKED
 from kconv.adapters.k2.vision import vision_rules
-from kconv.adapters.k3.expert_rules import DTYPES
-from kconv.adapters.k3.table import Row
 from kconv.adapters.tables import checks
 from kconv.adapters.tables.edits import put
+from kconv.adapters.tables.rows import Row
 from kconv.adapters.weights.forms import Form, plain
 from kconv.adapters.weights.inventory import SIDECAR, described
-from kconv.adapters.weights.rules import Reforming
+from kconv.adapters.weights.rules import DTYPES, Reforming
 from kconv.checkpoint.reading import Checkpoint
 from kconv.checkpoint.side_files import without_tokenizer
 from kconv.errors import KconvError
-from kconv.planning.plan import Layouts
+from kconv.options import Options
+from kconv.planning.edges import Layouts
 from kconv.planning.rules import Drop, Rule, rule
 from kconv.spec import FLOATS, Spec, dtype_name
 from kconv.transforms.base import Same

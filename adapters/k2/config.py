@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kconv.adapters.k3.config import GENERATION_DEFAULTS, HINT, TOKEN_IDS, quantization, without_prefix
+from kconv.adapters.tables.config import GENERATION_DEFAULTS, HINT, TOKEN_IDS, quantization, without_prefix
 from kconv.adapters.tables.edits import edited
 from kconv.errors import KconvError
 from kconv.spec import FLOATS, SAFETENSORS_NAMES

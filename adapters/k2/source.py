@@ -14,18 +14,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.adapters.k2.config import text_config
 from kconv.adapters.k2.table import VISION_ROOTS, k2_layout
-from kconv.adapters.k3.config import Config, quantization
-from kconv.adapters.k3.table import K3Layout, Row
 from kconv.adapters.tables import checks
+from kconv.adapters.tables.config import Config, quantization
+from kconv.adapters.tables.rows import K3Layout, Row
 from kconv.adapters.weights.declared import says
 from kconv.adapters.weights.forms import ACTIVATIONS
 from kconv.adapters.weights.inventory import NO_LAYER, SIDECAR, Forms, Found, Reader, from_facts
 from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError
 from kconv.names import number
+from kconv.options import Options
 from kconv.spec import dtype_name
 
 ROOTS = (("language_model.model.", "language_model."), ("model.language_model.", ""), ("model.", ""))

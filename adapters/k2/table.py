@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kconv.adapters.k3.table import MEANING, MOST, K3Layout, Row, q_lora
+from kconv.adapters.tables.rows import MEANING, MOST, K3Layout, Row, q_lora
 from kconv.errors import KconvError
 
 Config = dict[str, Any]

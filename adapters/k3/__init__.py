@@ -20,24 +20,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.adapters.k3 import nemo
-from kconv.adapters.k3.config import (
-    NATIVE_ONLY,
-    Config,
-    config_edits,
-    cut_layers,
-    hf_text_config,
-    native_config,
-    published_config,
-    without_prefix,
-)
+from kconv.adapters.k3.config import NATIVE_ONLY, config_edits, cut_layers, hf_text_config, native_config, published_config
 from kconv.adapters.k3.dialects import NAMES
 from kconv.adapters.k3.expert_rules import ExpertRules
 from kconv.adapters.k3.row_rules import RowRules
 from kconv.adapters.k3.source import K3Source, Side, read_source
 from kconv.adapters.k3.table import family
 from kconv.adapters.tables import checks
+from kconv.adapters.tables.config import Config, without_prefix
 from kconv.adapters.tables.edits import put, refusals
 from kconv.adapters.weights.declared import HF_QUANT
 from kconv.adapters.weights.forms import ACTIVATIONS
@@ -46,7 +37,8 @@ from kconv.adapters.weights.written import block_of, placed
 from kconv.checkpoint.reading import Checkpoint
 from kconv.checkpoint.side_files import without_tokenizer
 from kconv.errors import KconvError
-from kconv.planning.plan import Layouts
+from kconv.options import Options
+from kconv.planning.edges import Layouts
 from kconv.planning.rules import Drop, Rule, rule
 
 KEPT = "kept"

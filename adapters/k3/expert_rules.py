@@ -17,21 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.adapters.k3.source import K3Source, Side
 from kconv.adapters.k3.table import DOWN, EXPERTS, GATE, UP
 from kconv.adapters.weights.forms import ENCODED, MXFP4, Form, plain
-from kconv.adapters.weights.rules import Reforming
+from kconv.adapters.weights.rules import DTYPES, TORCH, Reforming
 from kconv.errors import KconvError
 from kconv.names import ranges
+from kconv.options import Options
 from kconv.planning.rules import Rule
 from kconv.spec import FLOATS, dtype_name
 from kconv.transforms.base import Same
 from kconv.transforms.shape import Reshape
 
 STACKED = {"gate_up_proj": (GATE, UP), "down_proj": (DOWN,)}
-DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 @dataclass(frozen=True)

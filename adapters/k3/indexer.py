@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError
 from kconv.names import number, ranges
+from kconv.options import Options
 
 Config = dict[str, Any]
 MODEL_TYPES = ("kimi_k31", "kimi_k31_text")

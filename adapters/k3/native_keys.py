@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kconv.adapters.k3.config import ABSENT, GENERATION_DEFAULTS
+from kconv.adapters.k3.config import ABSENT
 from kconv.adapters.k3.dialects import OWN_KEYS, in_published_words
+from kconv.adapters.tables.config import GENERATION_DEFAULTS
 from kconv.errors import KconvError
 
 Json = dict[str, Any]

@@ -19,12 +19,12 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.adapters.k3.config import NATIVE_ONLY, config_edits
 from kconv.adapters.tables.edits import refusals
 from kconv.checkpoint.reading import Checkpoint, Entry
 from kconv.errors import KconvError
-from kconv.planning.plan import Layouts
+from kconv.options import Options
+from kconv.planning.edges import Layouts
 from kconv.planning.rules import Drop, Rule
 from kconv.spec import Spec
 from kconv.transforms.base import Iso, Par, Same, Seq

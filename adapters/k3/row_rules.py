@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.adapters.k3.source import K3Source, Side
-from kconv.adapters.k3.table import Row
 from kconv.adapters.tables import checks
+from kconv.adapters.tables.rows import Row
 from kconv.adapters.weights.forms import FP8_BLOCK, Form, plain
 from kconv.adapters.weights.rules import Reforming
+from kconv.options import Options
 from kconv.planning.rules import Rule, rule
 from kconv.spec import FLOATS, Spec, dtype_name
 from kconv.transforms.base import Iso, Same

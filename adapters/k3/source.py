@@ -16,17 +16,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.adapters.k3 import indexer
-from kconv.adapters.k3.config import Config, quantization, text_config
-from kconv.adapters.k3.table import VISION_ROOTS, K3Layout, Row, k3_layout
+from kconv.adapters.k3.config import text_config
+from kconv.adapters.k3.table import VISION_ROOTS, k3_layout
 from kconv.adapters.tables import checks
+from kconv.adapters.tables.config import Config, quantization
+from kconv.adapters.tables.rows import K3Layout, Row
 from kconv.adapters.weights.declared import HF_QUANT, disagreement, says
 from kconv.adapters.weights.forms import ACTIVATIONS
 from kconv.adapters.weights.inventory import SIDECAR, Forms, Found, Reader, from_facts
 from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError
 from kconv.names import number, ranges
+from kconv.options import Options
 from kconv.spec import Spec, dtype_name
 
 ROOTS = (("language_model.model.", "language_model."), ("model.language_model.", ""), ("model.", ""))

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters.k3.table import K3Layout, Row
+from kconv.adapters.tables.rows import K3Layout, Row
 from kconv.adapters.weights.declared import Says
 from kconv.adapters.weights.forms import ACTIVATIONS, MXFP4, SUFFIXES, Declared, Form, FormError, detect, plain
 from kconv.checkpoint.reading import Checkpoint

@@ -31,6 +31,9 @@ from kconv.transforms.shape import Reshape
 Keys = tuple[str, ...]
 Spell = Callable[[str], str]
 
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
 
 @dataclass(frozen=True)
 class Step:

@@ -11,12 +11,15 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.spec import BITS, Spec
 from kconv.storage import json_text
+from kconv.storage.direct import PAGE
 from kconv.storage.files import Files
 from kconv.text.printable import printable
 
@@ -26,6 +29,9 @@ SPARE = 100_000
 MAX_DIMENSION = 1 << 62
 MAX_AXES = 64
 KEYS = (b"dtype", b"shape", b"data_offsets")
+
+PAGED = 64 << 10
+"""Bytes of tensors from which the first begins on a page of the file, for direct writes."""
 
 
 @dataclass
@@ -142,3 +148,31 @@ def _is_no_table(blob: bytes) -> bool:
 def _check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("header has a __metadata__ that does not lead from texts to texts")
+
+
+@dataclass(frozen=True, slots=True)
+class OutFile:
+    """One output file: its header bytes, its whole size, and where each tensor starts (absolute)."""
+
+    name: str
+    group: str
+    header: bytes
+    size: int
+    starts: dict[str, int]
+
+
+def safetensors_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file that holds `specs` in this order, and each tensor's absolute start."""
+    table: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    at = 0
+    for name, spec in specs.items():
+        table[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+        at += spec.nbytes
+    blob = json.dumps(table, separators=(",", ":")).encode()
+    blob += b" " * ((-len(blob) - 8) % (PAGE if at >= PAGED else 8))
+    base = 8 + len(blob)
+    starts, at = {}, base
+    for name, spec in specs.items():
+        starts[name] = at
+        at += spec.nbytes
+    return struct.pack("<Q", len(blob)) + blob, starts

@@ -16,49 +16,21 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kconv.names import folded
-from kconv.planning.plan import Plan
+from kconv.errors import KconvError
 
 FORMAT = 1
-OURS = ("native", "nemo")  # layouts that kconv made, whose source is what the way back leads to
 SEAL = "sha256"
 
-
-def build(plan: Plan, files: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, str]) -> dict[str, Any]:
-    """The manifest of a conversion, from its plan, the files it made, and the stamps of those it read."""
-    source, layouts = plan.source, plan.layouts
-    where = source.where if source.where.startswith("hf://") else Path(source.where).resolve().name
-    earlier = (source.manifest or {}).get("source")
-    ours = plan.backward or layouts.source_layout in OURS
-    origin = earlier if ours and earlier else {
-        "name": where,
-        "revision": getattr(source.files, "revision", None),
-        "config": source.config,
-        "index_metadata": source.index_metadata,
-        "tensors": len(source.entries),
-    }  # fmt: skip
-    return {
-        "format": FORMAT,
-        "source": origin,
-        "family": layouts.family,
-        "from": layouts.source_layout,
-        "to": layouts.target_layout,
-        "options": plan.options,
-        "facts": layouts.facts,
-        "plan_digest": plan.digest,
-        "grade": str(plan.grade),
-        "tensors": len(plan.targets),
-        "dropped": [{"reason": d.reason, "count": len(d.names), "names": folded(d.names)} for d in layouts.drops],
-        "notes": layouts.notes,
-        "inputs": {name: inputs[name] for name in sorted(inputs)},
-        "files": {name: dict(files[name]) for name in sorted(files)},
-        "versions": versions(),
-    }
+KINDS: dict[tuple[str, ...], type] = {
+    ("source",): dict, ("source", "config"): dict, ("facts",): dict, ("options",): dict, ("files",): dict,
+    ("plan_digest",): str, ("from",): str, ("to",): str,
+}  # fmt: skip
+WORDS: dict[type, str] = {dict: "an object", str: "a text"}
 
 
 def write_saved(folder: Path, family: str) -> None:
@@ -87,3 +59,35 @@ def dump(manifest: Mapping[str, Any]) -> bytes:
     rest = {k: v for k, v in manifest.items() if k != SEAL}
     seal = hashlib.sha256(json.dumps(rest, ensure_ascii=False).encode()).hexdigest()
     return json.dumps({**rest, SEAL: seal}, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def checked(manifest: dict[str, Any], where: str) -> dict[str, Any]:
+    """The manifest itself; raises KconvError where it is not as kconv writes it."""
+    wrong = next(_wrong(manifest), None)
+    if wrong:
+        raise KconvError(
+            f"{where} is not as kconv wrote it: {wrong}",
+            hint="copy kconv.json again from the conversion, or remove it if it is another program's",
+        )
+    return manifest
+
+
+def _wrong(manifest: dict[str, Any]) -> Iterator[str]:
+    from dataclasses import fields
+
+    from kconv.options import Options
+
+    for path, kind in KINDS.items():
+        value: Any = manifest
+        for key in path:
+            value = value.get(key, kind())
+        if not isinstance(value, kind):
+            yield f"{'.'.join(path)} is {value!r}, expected {WORDS[kind]}"
+            return
+    for name, known in manifest.get("files", {}).items():
+        if not isinstance(known, dict) or type(known.get("size")) is not int:
+            yield f"files.{name} has no size"
+    options = manifest.get("options", {})
+    unknown = sorted(set(options) - {f.name for f in fields(Options)})
+    if unknown or not ("options" not in manifest or isinstance(options.get("to"), str)):
+        yield f"options are {', '.join(unknown) or 'without a target'}, which no conversion has"

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.checkpoint import headers
+from kconv.checkpoint.manifest import checked
 from kconv.errors import KconvError, Problems, Unreadable
-from kconv.manifest_check import checked
 from kconv.names import folded
 from kconv.spec import Spec
 from kconv.storage import json_text, safe_paths
-from kconv.storage.files import Files, open_files
+from kconv.storage.files import Files
+from kconv.storage.opening import open_files
 from kconv.text.printable import printable
 
 GROUPS = ("model", "vision", "sidecar")

@@ -22,7 +22,7 @@ from kconv.cli.common import Outcome, outcome_command
 def command(draft: str, target: str, write: bool, **options: Any) -> Outcome:
     """Say whether DRAFT was made for exactly this target; exit 1 names what differs."""
     from kconv.checkpoint import evidence
-    from kconv.heartbeat import alive
+    from kconv.console import alive
     from kconv.packaging.check import check, lines
 
     with alive(f"check: reading ranges of {target}"):

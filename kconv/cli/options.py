@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kconv.adapters import DTYPES, EXPERTS, TARGETS, VISION, WEIGHTS
+from kconv.options import DTYPES, EXPERTS, TARGETS, VISION, WEIGHTS
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip

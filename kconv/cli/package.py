@@ -35,8 +35,7 @@ NAMES = "vllm, sglang, trtllm, max, mlx, speculators, transformers, nemo"
 def command(draft: str, target: str, out: str, runtime: str | None, declare: tuple[str, ...], training: tuple[str, ...],
             license_id: str | None, license_name: str | None, license_link: str | None, **options: Any) -> Outcome:  # fmt: skip
     """Write DRAFT as the folder OUT: configs for its runtimes, provenance of its target, licence, card."""
-    from kconv.console import human
-    from kconv.heartbeat import alive
+    from kconv.console import alive, human
     from kconv.packaging.package import package
 
     given = {"license": license_id, "license_name": license_name, "license_link": license_link}

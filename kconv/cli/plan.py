@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kconv.cli.common import Outcome, announce, outcome_command
 from kconv.cli.options import Size, conversion_options
+from kconv.console import human
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kconv.planning.plan import Plan
 
 
 @outcome_command(epilog="Example:  kconv plan hf://moonshotai/Kimi-K3 --experts bf16 --out out/")
@@ -17,7 +23,7 @@ from kconv.cli.options import Size, conversion_options
 @click.option("--shard-size", type=Size(), help="Tensor bytes a file holds at most, for --out.  [default: 5GB]")
 def command(source: str, to: str, out: str | None, shard_size: int | None, **options: Any) -> Outcome:
     """Show what converting SOURCE would do: coverage, table, sizes, memory, grade. Reads headers only."""
-    from kconv.console import human, print_plan
+    from kconv.console import human
     from kconv.conversion import SHARD_SIZE, default_workers, plan
     from kconv.engine.preflight import peak_bytes
 
@@ -48,3 +54,26 @@ def _lines(out: str, found: dict[str, Any]) -> dict[str, str]:
         "memory": f"{human(found['free_memory'])} free",
         "time": f"about {clock(found['estimated_seconds'])} ({read}write {human(found['write_rate'])}/s)",
     }
+
+
+def print_plan(plan: Plan, console: Console, extra: dict[str, str]) -> None:
+    """The folded table, the totals, the notes."""
+    layouts = plan.layouts
+    rows = plan.table()
+    widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
+    console.print(f"{layouts.family}: {layouts.source_layout} -> {layouts.target_layout}, from {plan.source.where}", markup=False)
+    for count, target, spec, how in rows:
+        console.print(f"{count:>{widths[0]}}  {target:<{widths[1]}}  {spec:<{widths[2]}}  {how}", markup=False)
+    for drop in layouts.drops:
+        console.print(f"{len(drop.names):>{widths[0]},}  dropped: {drop.reason}", markup=False)
+    for note in layouts.notes:
+        console.print(f"note: {note}", markup=False)
+    totals = {
+        "source": f"{len(plan.source.entries):,} tensors, {human(plan.source.nbytes)}; "
+        f"{plan.claimed:,} claimed, {len(plan.dropped):,} dropped",
+        "target": f"{len(plan.targets):,} tensors, {human(plan.output_bytes)}",
+        "grade": str(plan.grade),
+        **extra,
+    }
+    for key, value in totals.items():
+        console.print(f"{key:>10}: {value}", markup=False)

@@ -13,7 +13,8 @@ import click
 from rich.console import Console
 
 from kconv.cli.common import Outcome, outcome_command
-from kconv.synthesis.families import FAMILIES, Family, family, tiny
+from kconv.synthesis.families import FAMILIES, family, tiny
+from kconv.synthesis.family import Family
 
 
 class Numbers(click.ParamType):

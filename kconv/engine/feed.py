@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from kconv.engine.file_sink import slab_checksum
-from kconv.engine.slabs import Part, Slab
+from kconv.engine.slabs import Part, Slab, slab_checksum
 
 
 class Open:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from kconv.engine.out_files import OutFile
+from kconv.checkpoint.headers import OutFile
 from kconv.engine.slabs import Part, Region, Slab
 from kconv.storage.direct import DirectWriter
 from kconv.storage.files import Descriptors, pread_full, pwrite_full
@@ -45,11 +44,6 @@ def zero_digest(nbytes: int) -> str:
             h.update(block[: nbytes - at])
         ZEROS[nbytes] = h.hexdigest()
     return ZEROS[nbytes]
-
-
-def slab_checksum(digests: Iterable[str]) -> str:
-    """One checksum of a slab from the digests of its written regions, in order."""
-    return xxhash.xxh3_64_hexdigest("".join(digests).encode())
 
 
 class FileSink:

@@ -25,15 +25,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kconv.checkpoint import manifest as manifests
 from kconv.checkpoint.folder import begin, publish, sync_folder, write_file
+from kconv.checkpoint.headers import OutFile
 from kconv.checkpoint.reading import GROUPS, MANIFEST, OURS, Checkpoint, index_name
 from kconv.console import Meter
-from kconv.engine.file_sink import FileSink, slab_checksum
+from kconv.engine import manifest as engine_manifest
+from kconv.engine.file_sink import FileSink
 from kconv.engine.journal import Journal
 from kconv.engine.linking import link
-from kconv.engine.out_files import OutFile, indexes
+from kconv.engine.out_files import indexes
 from kconv.engine.preflight import peak_bytes, total_memory
-from kconv.engine.run import Progress, execute
-from kconv.engine.slabs import Slab, part_bytes, streams
+from kconv.engine.run import execute
+from kconv.engine.slabs import Slab, part_bytes, slab_checksum, streams
+from kconv.engine.worker import Progress
 from kconv.errors import KconvError
 from kconv.planning.plan import Plan
 from kconv.storage.files import Files, LocalFiles, MappedFiles
@@ -224,7 +227,7 @@ class Job:
             made[name] = _entry(self.partial / name)
         for f in self.files:
             made[f.name] = {"size": f.size, **self._digest(f.name)}
-        write_file(self.partial / MANIFEST, manifests.dump(manifests.build(self.plan, made, stamps(self.plan.source))))
+        write_file(self.partial / MANIFEST, manifests.dump(engine_manifest.build(self.plan, made, stamps(self.plan.source))))
         sync_folder(self.partial)
 
     def _take_over(self, name: str) -> None:

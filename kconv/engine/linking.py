@@ -14,10 +14,11 @@ import fcntl
 import os
 from pathlib import Path
 
-from kconv.engine.out_files import OutFile
-from kconv.engine.preflight import existing
+from kconv.checkpoint.headers import OutFile
+from kconv.checkpoint.place import existing
 from kconv.errors import EnvironmentLacks, KconvError
-from kconv.planning.plan import Edge, Plan
+from kconv.planning.edges import Edge
+from kconv.planning.plan import Plan
 from kconv.storage.files import LocalFiles
 
 FICLONE = 0x40049409

@@ -8,32 +8,16 @@ come first, as the safetensors library writes them. Files are `<group>-00001-of-
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from kconv.checkpoint.headers import MAX_HEADER, read_header
+from kconv.checkpoint.headers import MAX_HEADER, PAGED, OutFile, read_header, safetensors_header
 from kconv.checkpoint.reading import GROUPS, index_name
 from kconv.errors import KconvError
-from kconv.planning.plan import Target
+from kconv.planning.edges import Target
 from kconv.spec import BITS, Spec
 from kconv.storage.direct import PAGE
 from kconv.storage.files import LocalFiles
-
-PAGED = 64 << 10
-"""Bytes of tensors from which the first begins on a page of the file, for direct writes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutFile:
-    """One output file: its header bytes, its whole size, and where each tensor starts (absolute)."""
-
-    name: str
-    group: str
-    header: bytes
-    size: int
-    starts: dict[str, int]
 
 
 def lay_out(targets: Mapping[str, Target], shard_size: int, word: str = "") -> list[OutFile]:
@@ -74,23 +58,6 @@ def _file(name: str, group: str, specs: Mapping[str, Spec]) -> OutFile:
         )
     size = len(header) + sum(s.nbytes for s in specs.values())
     return OutFile(name, group, header, size, starts)
-
-
-def safetensors_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """The header of a safetensors file that holds `specs` in this order, and each tensor's absolute start."""
-    table: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    at = 0
-    for name, spec in specs.items():
-        table[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
-        at += spec.nbytes
-    blob = json.dumps(table, separators=(",", ":")).encode()
-    blob += b" " * ((-len(blob) - 8) % (PAGE if at >= PAGED else 8))
-    base = 8 + len(blob)
-    starts, at = {}, base
-    for name, spec in specs.items():
-        starts[name] = at
-        at += spec.nbytes
-    return struct.pack("<Q", len(blob)) + blob, starts
 
 
 def indexes(files: list[OutFile], folder: Path) -> dict[str, bytes]:

@@ -22,19 +22,10 @@ from typing import Any
 
 from kconv.checkpoint.claim import out_path
 from kconv.checkpoint.folder import partial_path
+from kconv.checkpoint.place import check_folders, check_room, existing
 from kconv.checkpoint.reading import Checkpoint
 from kconv.engine.out_files import lay_out
-from kconv.engine.preflight import (
-    check_folders,
-    check_memory,
-    check_padding,
-    check_room,
-    existing,
-    free_memory,
-    needed_bytes,
-    peak_bytes,
-    stored_bytes,
-)
+from kconv.engine.preflight import check_memory, check_padding, free_memory, needed_bytes, peak_bytes, stored_bytes
 from kconv.planning.plan import Plan
 from kconv.storage.direct import SYSTEMS, file_system
 from kconv.storage.files import LocalFiles

@@ -8,10 +8,13 @@ the slabs of one output file, front to back, so that a worker that stays with a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
-from kconv.planning.plan import Edge, Plan
+import xxhash
+
+from kconv.planning.edges import Edge
+from kconv.planning.plan import Plan
 from kconv.spec import Spec
 from kconv.storage.direct import PAGE
 from kconv.transforms.base import Iso, Specs
@@ -148,3 +151,8 @@ def _rows(region: Region, start: int, stop: int) -> Region:
     return Region(
         region.name, region.file, region.offset + start * spec.row_bytes, spec.rows(stop - start), region.first_row + start
     )
+
+
+def slab_checksum(digests: Iterable[str]) -> str:
+    """One checksum of a slab from the digests of its written regions, in order."""
+    return xxhash.xxh3_64_hexdigest("".join(digests).encode())

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kconv.engine.first_time import alone_at_first
-from kconv.engine.run import Arena, Progress, Sink, Worker, converted, moved, raw, shaped
 from kconv.engine.slabs import Part, Region, Slab
+from kconv.engine.worker import Arena, Progress, Sink, Worker, converted, moved, raw, shaped
 from kconv.storage.files import Files
 
 if TYPE_CHECKING:

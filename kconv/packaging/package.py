@@ -29,10 +29,10 @@ from kconv.adapters.drafts.spelling import spell
 from kconv.checkpoint import manifest as manifests
 from kconv.checkpoint.claim import claim, out_path
 from kconv.checkpoint.folder import contents, unfinished, write_file
+from kconv.checkpoint.headers import safetensors_header
+from kconv.checkpoint.place import check_filled, check_place
 from kconv.checkpoint.reading import MANIFEST, Checkpoint, Entry, open_checkpoint
 from kconv.console import human
-from kconv.engine.out_files import safetensors_header
-from kconv.engine.preflight import check_filled, check_place
 from kconv.errors import KconvError, Problems
 from kconv.packaging import check, digests, problems, provenance, runtimes
 from kconv.packaging.target_model import UNKNOWN, Target, facts

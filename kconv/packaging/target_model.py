@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from kconv.checkpoint.headers import read_tensors
+from kconv.checkpoint.manifest import checked
 from kconv.checkpoint.reading import MANIFEST, Entry, read_json
 from kconv.errors import KconvError
-from kconv.manifest_check import checked
 from kconv.packaging import digests
-from kconv.storage.files import Files, open_files
+from kconv.storage.files import Files
+from kconv.storage.opening import open_files
 
 UNKNOWN = "unknown"
 SHA = re.compile(r"[0-9a-f]{40}")

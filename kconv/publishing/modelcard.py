@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kconv import manifest_check
+from kconv.checkpoint.manifest import checked
 from kconv.errors import KconvError
 from kconv.publishing import modelcard_rules
 from kconv.storage import json_text
@@ -150,7 +150,7 @@ def write_missing_card(folder: Path, *, dry_run: bool = False) -> bool:
     path, manifest = folder / "README.md", folder / "kconv.json"
     if path.exists() or not manifest.is_file():
         return False
-    data = manifest_check.checked(json_text.read_path(manifest, "the manifest", hint="convert again"), str(manifest))
+    data = checked(json_text.read_path(manifest, "the manifest", hint="convert again"), str(manifest))
     if not data.get("source", {}).get("config"):
         return False
     if not dry_run:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from kconv.console import alive
 from kconv.errors import EnvironmentLacks, KconvError, Problems
-from kconv.heartbeat import alive
 from kconv.publishing.hub_hashes import Hashes
 from kconv.storage.hub import HubFile, listing
 from kconv.storage.hub_answers import field, headers_for, pages

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kconv.adapters import Options
 from kconv.adapters.drafts.adapter import NATIVE, layouts, read_source
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
+from kconv.options import Options
 from kconv.planning.plan import Plan
 from kconv.spec import torch_dtype
 

@@ -24,7 +24,7 @@ from kconv.adapters.drafts.spelling import spell
 from kconv.adapters.drafts.table import Row, kinds_of_taps, rows_of, shape, sizes
 from kconv.errors import KconvError
 from kconv.spec import Spec, dtype_name
-from kconv.synthesis.families import Family, knob
+from kconv.synthesis.family import Family, knob
 from kconv.synthesis.writing import SINGLE, Synthetic
 
 if TYPE_CHECKING:

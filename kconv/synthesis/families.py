@@ -17,11 +17,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from kconv.errors import KconvError
+from kconv.synthesis.family import Family
 from kconv.synthesis.writing import Synthetic, write_checkpoint
 
 FAMILIES: dict[str, str] = {
@@ -38,30 +37,6 @@ FAMILIES: dict[str, str] = {
     "speculators-dspark": "kconv.synthesis.drafts:SPECULATORS_DSPARK",
     "k3-eagle3": "kconv.synthesis.drafts:K3_EAGLE3",
 }
-
-
-@dataclass(frozen=True)
-class Family:
-    """One kind of checkpoint.
-
-    Args:
-        title: what it is, in a line.
-        shape: its options, a frozen dataclass of `knob`s.
-        make: a shape and a seed -> the checkpoint.
-        card: the card whose layout `--full-size` lays out.
-        frame: a shape -> config and small files without tensors, for `--full-size`.
-    """
-
-    title: str
-    shape: type
-    make: Callable[[Any, int], Synthetic]
-    card: str | None = None
-    frame: Callable[[Any], Synthetic] | None = None
-
-
-def knob(default: Any, text: str, *, choices: tuple[str, ...] = (), least: int = 1) -> Any:
-    """A field of a shape: its default, its help, and the values it may take."""
-    return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "least": least})
 
 
 def family(name: str) -> Family:

@@ -18,11 +18,11 @@ from kconv.adapters.k2.config import vision_config
 from kconv.adapters.k2.source import ROOTS, Side
 from kconv.adapters.k2.table import EXPERTS, VISION, k2_layout
 from kconv.adapters.k2.vision import vision_sizes
-from kconv.adapters.k3.table import K3Layout
+from kconv.adapters.tables.rows import K3Layout
 from kconv.errors import Problems
 from kconv.spec import Spec, dtype_name
 from kconv.synthesis.configs import END_OF_MESSAGE, EOS, MEDIA, generation_config, tokenizer_files
-from kconv.synthesis.families import Family, knob
+from kconv.synthesis.family import Family, knob
 from kconv.synthesis.shapes import BYTES, FIRST_SPECIALS, GROUP
 from kconv.synthesis.writing import Synthetic
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kconv.adapters.k3.source import ROOTS, Side
-from kconv.adapters.k3.table import EXPERTS, K3Layout, Row, k3_layout
+from kconv.adapters.k3.table import EXPERTS, k3_layout
+from kconv.adapters.tables.rows import K3Layout, Row
 from kconv.spec import Spec, dtype_name
 from kconv.synthesis.configs import generation_config, k3_config, k3_text_config, linear_config, tokenizer_files
-from kconv.synthesis.families import Family
+from kconv.synthesis.family import Family
 from kconv.synthesis.shapes import GROUP, K3Shape, LinearShape, TextShape
 from kconv.synthesis.writing import Synthetic
 

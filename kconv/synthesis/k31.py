@@ -11,7 +11,7 @@ from typing import Any
 
 from kconv.adapters.k3.table import k3_layout
 from kconv.synthesis.configs import k3_config, k3_text_config
-from kconv.synthesis.families import Family, knob
+from kconv.synthesis.family import Family, knob
 from kconv.synthesis.k3 import k3_like
 from kconv.synthesis.shapes import K3Shape
 from kconv.synthesis.writing import Synthetic

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from kconv.errors import Problems
-from kconv.synthesis.families import knob
+from kconv.synthesis.family import knob
 
 GROUP = 32  # weights that share one MXFP4 scale
 FIRST_SPECIALS, BYTES = 24, 256

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from kconv.checkpoint.claim import claim, out_path
 from kconv.checkpoint.folder import unfinished
+from kconv.checkpoint.headers import OutFile, safetensors_header
+from kconv.checkpoint.place import check_filled, check_place, check_room
 from kconv.checkpoint.reading import index_name
-from kconv.engine.out_files import OutFile, safetensors_header
-from kconv.engine.preflight import check_filled, check_place, check_room
 from kconv.spec import BITS, Spec, spec_of
 from kconv.storage.safe_paths import inside
 

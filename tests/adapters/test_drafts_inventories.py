@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kconv
-from kconv.engine.out_files import safetensors_header
+from kconv.checkpoint.headers import safetensors_header
 from kconv.spec import Spec
 
 FACTS = Path(__file__).parents[3] / "shared/k3/drafts"

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import kconv
-from kconv.adapters import Options
 from kconv.adapters.drafts.adapter import describe, is_draft, layouts
 from kconv.adapters.drafts.reading import READ, read_draft_config
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
@@ -21,6 +20,7 @@ from kconv.errors import KconvError
 from kconv.json_types import fits, misfits
 from kconv.modeling.drafts.dflash2 import DFlash2Config, DFlash2DraftModel
 from kconv.modeling.drafts.eagle3 import Eagle3Config, Eagle3DraftModel
+from kconv.options import Options
 from kconv.speculative import load_draft
 from kconv.synthesis.drafts import KINDS
 from kconv.synthesis.families import synthesize

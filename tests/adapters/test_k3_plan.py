@@ -20,7 +20,7 @@ from rich.console import Console
 import kconv
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.cli import cli
-from kconv.console import print_plan
+from kconv.cli.plan import print_plan
 from kconv.planning.plan import Plan
 from tests.reading import PUBLISHED, ROOT, json_of, needs_published
 

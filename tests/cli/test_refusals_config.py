@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import kconv
-from kconv.adapters.k3.config import GENERATION_DEFAULTS
+from kconv.adapters.tables.config import GENERATION_DEFAULTS
+from kconv.checkpoint.manifest import checked
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.errors import KconvError
-from kconv.manifest_check import checked
 from tests.builders import Draft, flat_k3, small_k3, smallest_k3
 from tests.cli.refusing import done, refused
 

@@ -11,8 +11,9 @@ import pytest
 
 from kconv.errors import EnvironmentLacks, KconvError
 from kconv.storage import hub_http
-from kconv.storage.files import Files, open_files
+from kconv.storage.files import Files
 from kconv.storage.hub import HubFiles, parse_source
+from kconv.storage.opening import open_files
 from tests.hubserver import OTHER_TOKEN, Fault, HubServer
 
 CONTENT = random.Random(0).randbytes(1_000_000)

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from kconv.engine.feed import Feed, Share
-from kconv.engine.file_sink import slab_checksum
 from kconv.engine.run import execute
-from kconv.engine.slabs import Part, Region, Slab
+from kconv.engine.slabs import Part, Region, Slab, slab_checksum
 from kconv.errors import KconvError
 from kconv.spec import Spec
 from kconv.transforms.base import Same

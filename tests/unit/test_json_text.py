@@ -17,7 +17,7 @@ from kconv.checkpoint.headers import MAX_HEADER, read_tensors
 from kconv.checkpoint.reading import open_checkpoint
 from kconv.engine.out_files import lay_out
 from kconv.errors import KconvError, Problems
-from kconv.planning.plan import Target
+from kconv.planning.edges import Target
 from kconv.spec import Spec
 from kconv.storage import json_text
 from kconv.storage.files import LocalFiles

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kconv
+from kconv.checkpoint import place
 from kconv.conversion import SHARD_SIZE
 from kconv.engine import preflight, probe
 from kconv.engine.out_files import lay_out
@@ -41,7 +42,7 @@ def test_needed_bytes_cover_what_is_written_and_not_much_more(options: dict[str,
     made = kconv.plan(src, **options)  # type: ignore[arg-type]
     need = preflight.needed_bytes(made, lay_out(made.targets, SHARD_SIZE))
     kconv.convert(made, tmp_path / "out")
-    assert written(tmp_path / "out") <= need + preflight.SLACK
+    assert written(tmp_path / "out") <= need + place.SLACK
     assert need <= 1.2 * written(tmp_path / "out")
 
 
@@ -52,10 +53,10 @@ def test_what_an_earlier_run_wrote_counts_as_there(plan: Plan, tmp_path: Path, m
     partial = tmp_path / ".out.partial"
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=600, f_frsize=4096, f_files=0, f_favail=0))
     with pytest.raises(KconvError, match=r"2\.46 MB free"):
-        preflight.check_room(tmp_path / "out", files, partial, 3_000_000)
+        place.check_room(tmp_path / "out", files, partial, 3_000_000)
     partial.mkdir()
     (partial / "x").write_bytes(os.urandom(2_000_000))
-    preflight.check_room(tmp_path / "out", files, partial, 3_000_000)
+    place.check_room(tmp_path / "out", files, partial, 3_000_000)
 
 
 def test_holes_of_a_rehearsal_need_no_room(tmp_path: Path) -> None:

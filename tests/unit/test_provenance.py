@@ -20,7 +20,7 @@ from kconv.packaging import digests, provenance
 from kconv.packaging.check import check
 from kconv.packaging.problems import native_names
 from kconv.packaging.target_model import UNKNOWN, Target, facts
-from kconv.storage.files import open_files
+from kconv.storage.opening import open_files
 from tests.hubserver.fixtures import hub
 from tests.hubserver.server import HubServer
 

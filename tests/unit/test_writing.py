@@ -15,9 +15,9 @@ import xxhash
 
 from kconv.engine.file_sink import FileSink
 from kconv.engine.out_files import lay_out
-from kconv.engine.run import Arena
 from kconv.engine.slabs import Part, Region, Slab
-from kconv.planning.plan import Target
+from kconv.engine.worker import Arena
+from kconv.planning.edges import Target
 from kconv.spec import Spec
 from kconv.storage import direct, hashing
 from kconv.storage.direct import LEAST, PAGE, DirectWriter, file_system, whole_pages
