@@ -5,9 +5,10 @@
 | bf16 | `gate_up_proj` [E, 2 * inter, width] (gate = w1, then up = w3), `down_proj` [E, width, inter] | 5.45 TB |
 | packed | `*_packed` U8 [E, out, in / 2] and `*_scale` U8 [E, out, in / 32] of the same two | 1.45 TB |
 
-Tokens are sorted by expert. Each active expert is then one matrix product (the reference's order of operations, exact
-everywhere), or all of them are one `torch._grouped_mm` (bf16 on CUDA). Packed experts are decoded as they are used,
-never all at once; gradients flow to the input only. Results are weighted and summed over the top-k in at least fp32.
+`kconv.modeling.expert_paths` decides how they are computed. Here are the ways of plain torch: tokens are sorted by expert,
+and each active expert is one matrix product (the reference's order of operations, exact everywhere), or all of them are one
+`torch._grouped_mm`. Packed experts are decoded as they are used, never all at once; gradients flow to the input only.
+Results are weighted and summed over the top-k in at least fp32.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kconv.kernels.mxfp4 import decode
+from kconv.modeling import expert_paths
 from kconv.modeling.config import KimiK3TextConfig
 from kconv.modeling.dtypes import widen
 from kconv.modeling.situ import GatedActivation
@@ -52,7 +54,7 @@ class KimiExperts(nn.Module):
         self.experts, self.inter = experts, config.moe_intermediate_size
         self.width = config.routed_expert_hidden_size or config.hidden_size
         self.packed = config.experts_format == "packed"
-        self.grouped = True  # allow torch._grouped_mm where it works; False keeps the reference's order everywhere
+        self.grouped = True  # False keeps the reference's order of operations everywhere
         self.act = GatedActivation(config.hidden_act, config.activation_situ_beta, config.activation_situ_linear_beta)
         for name, out, inp in (("gate_up_proj", 2 * self.inter, self.width), ("down_proj", self.width, self.inter)):
             if self.packed:
@@ -74,21 +76,30 @@ class KimiExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [tokens, width] through experts `indices` [tokens, k] with `weights` [tokens, k]; returns at least fp32."""
+        stored = tuple(self.matrix(n) for n in self._names())
+        path = expert_paths.path_of(self, x, stored)
+        if path == "fused":
+            from kconv.modeling import fused_experts
+
+            return fused_experts.run(x, indices, weights, fused_experts.Matrices.of(stored), self.act)
         tokens, k = indices.shape
         order = indices.flatten().argsort(stable=True)
         counts = torch.zeros(self.experts, dtype=torch.long, device=x.device)
         counts.scatter_add_(0, indices.flatten(), torch.ones_like(indices.flatten()))  # bincount waits for the device
-        y = self._run(x[order // k], counts)
+        y = self._run(x[order // k], counts, path)
         place = torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))
         return (widen(y[place]).view(tokens, k, -1) * weights[..., None]).sum(1)
 
-    def _run(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _names(self) -> tuple[str, ...]:
+        parts = ("_packed", "_scale") if self.packed else ("",)
+        return tuple(f"{name}{part}" for name in ("gate_up_proj", "down_proj") for part in parts)
+
+    def _run(self, x: torch.Tensor, counts: torch.Tensor, path: expert_paths.Path) -> torch.Tensor:
         """All experts over rows sorted by expert, `counts` [experts] rows each."""
-        if self.grouped and _can_group(x, self.inter):
+        if path == "grouped":
             if not self.packed:
                 return _grouped(x, counts, *self._matrices(slice(None), x.dtype), self.act)
-            if not (x.requires_grad and torch.is_grad_enabled()):
-                return self._run_some_at_once(x, counts)
+            return self._run_some_at_once(x, counts)
         parts = [self._run_one(x[a:b], e) for e, a, b in _active(counts)]
         return torch.cat(parts) if parts else x
 
@@ -119,12 +130,6 @@ class KimiExperts(nn.Module):
         if not self.packed:
             return F.linear(x, self.matrix(name)[expert])
         return PackedLinear.apply(x, self.matrix(f"{name}_packed")[expert], self.matrix(f"{name}_scale")[expert])
-
-
-def _can_group(x: torch.Tensor, inter: int) -> bool:
-    """Whether `torch._grouped_mm` takes these rows: bf16 on CUDA, rows of whole 16-byte units."""
-    aligned = x.shape[-1] % 8 == 0 and inter % 8 == 0
-    return hasattr(torch, "_grouped_mm") and x.is_cuda and x.dtype == torch.bfloat16 and aligned
 
 
 def _grouped(

@@ -7,11 +7,11 @@ unbiased scores of the chosen experts, renormalised (`/ (sum + 1e-20)`) and scal
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kconv.modeling.config import KimiK3TextConfig
-from kconv.modeling.dtypes import Fp32Parameters, no_autocast, wide_parameter, widen
+from kconv.modeling.dtypes import Fp32Parameters, wide_parameter
+from kconv.modeling.wide_linear import wide_linear
 
 GROUP_VOTERS = 2  # a group is judged by the sum of its two best biased scores
 
@@ -39,8 +39,7 @@ class KimiRouter(Fp32Parameters):
 
         While `forced` holds indices [tokens, top_k], those replace the router's own choice (parity checks).
         """
-        with no_autocast(x):
-            logits = F.linear(widen(x), widen(self.weight))
+        logits = wide_linear(x, self.weight)
         scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
         indices = self.choose(scores) if self.forced is None else self.forced.to(scores.device)
         weights = scores.gather(1, indices)

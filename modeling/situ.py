@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from kconv.errors import KconvError
 from kconv.modeling.dtypes import widen
+from kconv.modeling.expert_paths import compiles_for
 
 ACTIVATIONS = ("situ", "silu")
 
@@ -41,6 +42,19 @@ class GatedActivation:
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Apply to `gate` and `up`, both [..., width]."""
+        if _fuses(gate, up):
+            from kconv.modeling import fused_experts, pointwise_kernels
+
+            return pointwise_kernels.activate(gate, up, *fused_experts.activation(self))
         if self.name == "situ":
             return situ(gate, up, self.beta, self.linear_beta)
         return F.silu(gate) * up
+
+
+def _fuses(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    """Whether one kernel takes these: bf16 on CUDA, laid out alike, without gradients."""
+    if not gate.is_cuda or gate.dtype != torch.bfloat16 or up.dtype != gate.dtype or not gate.numel():
+        return False
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return False
+    return gate.is_contiguous() and up.is_contiguous() and compiles_for(gate.device)

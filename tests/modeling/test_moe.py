@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kconv.kernels.mxfp4 import decode
-from kconv.modeling import KimiK3TextConfig
+from kconv.modeling import KimiK3TextConfig, expert_paths
 from kconv.modeling import experts as experts_module
 from kconv.modeling.experts import KimiExperts
 from kconv.modeling.moe import KimiMoE
@@ -135,7 +135,7 @@ def test_grouped_products_equal_the_loop(monkeypatch: pytest.MonkeyPatch, expert
     indices = torch.stack([torch.randperm(5)[:2] for _ in range(20)])
     results = []
     for grouped in (False, True):
-        monkeypatch.setattr(experts_module, "_can_group", lambda x, inter, grouped=grouped: grouped)
+        monkeypatch.setattr(expert_paths, "can_group", lambda x, inter, grouped=grouped: grouped)
         monkeypatch.setattr(experts_module, "DECODE_AT_ONCE", 2)
         y = experts(x, indices, weights)
         results.append([y, *(torch.autograd.grad(y.sum(), x) if x.requires_grad else ())])

@@ -1,0 +1,34 @@
+"""A product in fp32 with a bf16 matrix, on tensor cores.
+
+| operands | computed as |
+|---|---|
+| fp32 rows, bf16 matrix, CUDA, no gradient | rows as the sum of three bf16, which is exact; three bf16 products summed in fp32 |
+| all else | `F.linear` in at least fp32 |
+
+Products of bf16 are exact in fp32, so both differ from the real sum by fp32 rounding alone; the first is several times faster.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kconv.modeling.dtypes import no_autocast, widen
+
+
+def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [tokens, in] times weight [out, in] transposed, in at least fp32 whatever autocast says."""
+    with no_autocast(x):
+        if not _splits(x, weight):
+            return F.linear(widen(x), widen(weight))
+        high = x.to(torch.bfloat16)
+        middle = (rest := x - high).to(torch.bfloat16)
+        low = (rest - middle).to(torch.bfloat16)
+        parts = [torch.mm(part, weight.T, out_dtype=torch.float32) for part in (low, middle, high)]
+        return parts[0].add_(parts[1]).add_(parts[2])
+
+
+def _splits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    types = (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+    trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return x.is_cuda and types and not trained and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype")
