@@ -149,7 +149,7 @@ def _run(job: Job, target: Path, *, overwrite: bool, quiet: bool) -> dict[str, A
             discard(job.partial)  # nothing to resume: the source itself is at fault, or what was asked
         elif isinstance(e, Altered):
             hint = "what was converted before is kept: --resume fetches the file again and goes on, --overwrite starts again"
-            raise Altered(e.message, hint=hint) from None
+            raise EnvironmentLacks(e.message, hint=hint) from e  # 2 would say that nothing was written
         elif refusal and not local:  # a download that failed for good, after hours perhaps
             raise EnvironmentLacks(e.message, hint=KEPT.format(job.partial.name)) from e
         elif job.partial.exists() and "--resume" not in (e.hint or ""):

@@ -37,8 +37,9 @@ def _config(files: Files, forward: Plan) -> Iterator[str]:
     if "config.json" not in files.names():
         return  # the manifest names it, so it was said to be missing
     found, made = read_json(files, "config.json"), json.loads(json.dumps(forward.layouts.config))
-    if found != made:
-        keys = sorted(k for k in {*found, *made} if found.get(k, ...) != made.get(k, ...))
+    said, right = ({k: json.dumps(v, sort_keys=True) for k, v in config.items()} for config in (found, made))  # 1 is not true
+    if said != right:
+        keys = sorted(k for k in {*said, *right} if said.get(k) != right.get(k))
         yield f"config.json is not what the source's config makes: {printable(', '.join(keys[:8]))} differ"
 
 

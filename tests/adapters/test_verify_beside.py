@@ -52,6 +52,13 @@ def reseal(out: Path) -> None:
     (out / "kconv.json").write_bytes(manifests.dump(manifest))
 
 
+def true_for_one(out: Path) -> None:
+    """Python's json takes `true` for 1; other readers do not."""
+    text = (out / "config.json").read_text()
+    assert '"num_expert_group": 1' in text
+    (out / "config.json").write_text(text.replace('"num_expert_group": 1', '"num_expert_group": true'))
+
+
 def edit_config(out: Path) -> None:
     config = json_of(out / "config.json")
     (out / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
@@ -61,6 +68,7 @@ CHANGES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("a swapped tokenizer", lambda out: (out / "tiktoken.model").write_bytes(b"IQ== 1\n" * 20), "tiktoken.model differs"),
     ("a longer file", lambda out: (out / "assets/x.png").write_bytes(b"pngs"), "assets/x.png differs"),
     ("a removed file", lambda out: (out / "tokenizer_config.json").unlink(), "tokenizer_config.json of the source is not there"),
+    ("a config with true for 1", true_for_one, "config.json is not what the source's config makes: num_expert_group"),
     ("an edited config", edit_config, "config.json is not what the source's config makes: rms_norm_eps"),
 ]
 ADDED = ["tokenization_kimi.py", "extra.safetensors", "assets/more.txt"]

@@ -124,8 +124,9 @@ def test_work_that_was_done_is_kept_when_a_later_shard_is_altered(hub: HubServer
     last = hub.files(REPO)["model-00002-of-00002.safetensors"]
     hub.faults.add(told(rf"/objects/{hashlib.sha256(last).hexdigest()}", flipped_when(60_000))())
     options: dict[str, Any] = {"workers": 1, "shard_size": 100_000}
-    with pytest.raises(KconvError, match="--resume"):
+    with pytest.raises(KconvError, match="--resume") as raised:
         kconv.convert(f"hf://{REPO}", tmp_path / "out", **options)
+    assert raised.value.exit_code == 3, "2 says that nothing was written"
     assert (tmp_path / ".out.partial").exists()
     hub.faults.clear()
     assert kconv.convert(f"hf://{REPO}", tmp_path / "out", resume=True, **options)["resumed_slabs"] > 0

@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, deserialize
 
 MOST_READ = 64 << 20
+REWRITTEN = ("transformers_version", "_name_or_path", "_commit_hash")
 INDEX = "model.safetensors.index.json"
 Tensors = dict[str, tuple[str, tuple[int, ...], str]]
 
@@ -66,6 +67,12 @@ def parsed(path: Path) -> Any:
         return json.dumps(json.loads(path.read_bytes()), sort_keys=True) if readable else None
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def steady(text: str | None) -> Any:
+    """A parsed config without what every save rewrites, which no digest of it holds."""
+    kept = json.loads(text or "null", object_hook=lambda d: {k: v for k, v in d.items() if k not in REWRITTEN})
+    return json.dumps(kept, sort_keys=True)
 
 
 def different(expected: Tensors, found: Tensors) -> list[str]:

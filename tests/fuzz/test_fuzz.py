@@ -143,6 +143,13 @@ def test_a_process_that_dies_fails_its_trial(sound: Path, tmp_path: Path, monkey
     assert [v.failures for v in verdicts] == [["crash: the process ended with -9"]] * 2
 
 
+def test_a_few_dozen_trials_of_every_kind_find_nothing() -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--trials", "48", "--seed", "0", "--jobs", "2"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert "48 trials of seed 0" in ran.stdout, ran.stderr
+    assert ran.returncode == 0, ran.stdout
+
+
 def test_the_command_prints_a_table_and_how_to_repeat_a_trial() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--trials", "4", "--kind", "target", "--only", "0,3"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
