@@ -37,6 +37,8 @@ fuzz: setup
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python -m tests.house
 
 types: setup
 	$(BIN)/mypy
