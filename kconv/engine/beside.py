@@ -5,7 +5,8 @@
 | `config.json` | what the plan writes from the source's config |
 | a file that the adapter rewrites (`layouts.files`) | those bytes; not there where the adapter leaves it out |
 | every other side file of the source | the source's, byte for byte (of the Hub: its stated hash) |
-| `kconv.json`, an index | held against the manifest's seal and digests (`kconv.verification`) |
+| `kconv.json` | held against its own seal (`kconv.verification`) |
+| an index | the one of its files: every tensor where it is, and their bytes together |
 | `README.md`, results of `verify` and its like, where the manifest has none | not compared: written later (`publish --card`) |
 | what is hidden or a leftover (`kconv.storage.safe_paths`) | not compared: no part of a checkpoint |
 | anything else | nothing: it is named as added |
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kconv.checkpoint import evidence
+from kconv.checkpoint.headers import read_header
 from kconv.checkpoint.reading import MANIFEST, read_json
 from kconv.planning.plan import Plan
 from kconv.storage.files import Files
@@ -30,7 +32,8 @@ LATER = ("README.md", *evidence.NAMES)
 
 def differences(files: Files, manifest: dict[str, Any], forward: Plan) -> list[str]:
     """A line for each file beside the weights that is not what it should be, is missing, or was added."""
-    return [*_config(files, forward), *_rewritten(files, forward), *_carried(files, forward), *_added(files, manifest)]
+    rewritten = [*_config(files, forward), *_indexes(files), *_rewritten(files, forward)]
+    return [*rewritten, *_carried(files, forward), *_added(files, manifest)]
 
 
 def _config(files: Files, forward: Plan) -> Iterator[str]:
@@ -41,6 +44,16 @@ def _config(files: Files, forward: Plan) -> Iterator[str]:
     if said != right:
         keys = sorted(k for k in {*said, *right} if said.get(k) != right.get(k))
         yield f"config.json is not what the source's config makes: {printable(', '.join(keys[:8]))} differ"
+
+
+def _indexes(files: Files) -> Iterator[str]:
+    """Indexes that say more than which file holds what, which was read by them, and the bytes of these files' tensors."""
+    for name in (n for n in files.names() if n.endswith(".safetensors.index.json") and "/" not in n):
+        index = read_json(files, name)
+        shards = sorted(set(index["weight_map"].values()))
+        total = sum(files.size(s) - read_header(files, s, files.size(s))[1] for s in shards)
+        if json.dumps(index) != json.dumps({"metadata": {"total_size": total}, "weight_map": index["weight_map"]}):
+            yield f"{printable(name)} is not the index of its files: their tensors have {total:,} bytes together"
 
 
 def _rewritten(files: Files, forward: Plan) -> Iterator[str]:

@@ -59,6 +59,11 @@ def true_for_one(out: Path) -> None:
     (out / "config.json").write_text(text.replace('"num_expert_group": 1', '"num_expert_group": true'))
 
 
+def edit_index(out: Path) -> None:
+    path = out / "model.safetensors.index.json"
+    path.write_text(json.dumps(json_of(path) | {"metadata": {"total_size": 768}}))
+
+
 def edit_config(out: Path) -> None:
     config = json_of(out / "config.json")
     (out / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
@@ -69,6 +74,7 @@ CHANGES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("a longer file", lambda out: (out / "assets/x.png").write_bytes(b"pngs"), "assets/x.png differs"),
     ("a removed file", lambda out: (out / "tokenizer_config.json").unlink(), "tokenizer_config.json of the source is not there"),
     ("a config with true for 1", true_for_one, "config.json is not what the source's config makes: num_expert_group"),
+    ("an index of other bytes", edit_index, "model.safetensors.index.json is not the index of its files"),
     ("an edited config", edit_config, "config.json is not what the source's config makes: rms_norm_eps"),
 ]
 ADDED = ["tokenization_kimi.py", "extra.safetensors", "assets/more.txt"]

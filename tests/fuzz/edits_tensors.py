@@ -41,10 +41,10 @@ def edit_shard(path: Path, rng: Random, decoy: Path) -> str:
     try:
         rows = json.loads(header)
         name = rng.choice([n for n in rows if n != "__metadata__"])
-    except (ValueError, IndexError, TypeError, RecursionError):
+        said, data = rng.choice(EDITS)(rows, name, data, rng, decoy)
+    except (ValueError, IndexError, KeyError, TypeError, RecursionError):  # an earlier edit left no header to edit
         path.write_bytes(path.read_bytes()[: rng.randrange(64)])
         return "cut"
-    said, data = rng.choice(EDITS)(rows, name, data, rng, decoy)
     text = dumped(rows)
     if said == "header":
         text, said = edit_text(header, rng, decoy)

@@ -115,6 +115,7 @@ def _held(folder: Path) -> dict[str, Any]:
     named, held = _named(contents(folder)), tensors(folder)
     if held is None:
         return dict(named)
+    named |= {n: parsed(folder / n) or d for n, d in named.items() if n.endswith(".index.json")}
     return {n: d for n, d in named.items() if not n.endswith(".safetensors")} | held
 
 

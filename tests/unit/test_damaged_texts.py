@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,18 @@ def test_a_journal_of_junk_claims_nothing(tmp_path: Path) -> None:
     journal.open()
     journal.close()
     assert (journal.durable, journal.claimed) == ({}, {"0.1": "abc"})
+
+
+def test_a_journal_larger_than_any_machine_claims_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b"0.1 abc\nsync\n")
+    os.truncate(path, 1 << 40)
+    journal = Journal(path)
+    assert not journal.is_done()
+    journal.open()
+    journal.synced(last=True)
+    journal.close()
+    assert (journal.durable, journal.claimed, journal.is_done()) == ({}, {}, True)
 
 
 def test_what_cannot_be_read_for_want_of_files_is_the_environment() -> None:
