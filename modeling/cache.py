@@ -11,7 +11,8 @@ after `activate_past_recording()` the inputs of each forward pass are kept, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class CacheLayer:
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
         self._each(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def move(self, device: torch.device | str) -> None:
+        """Bring the tensors to `device`."""
+        for name in self.tensors:
+            if (t := getattr(self, name)) is not None:
+                setattr(self, name, t.to(device))
 
     def get_max_length(self) -> int:
         """-1: no limit."""
@@ -139,14 +146,24 @@ def removal(tokens_to_remove: int) -> int:
 
 
 class KimiK3Cache(Cache):
-    """Cache of a whole model, in the interface that Transformers' generation uses."""
+    """Cache of a whole model, in the interface that Transformers' generation uses; `offloaded` keeps it on the CPU."""
 
     layers: list[Any]
 
-    def __init__(self, config: KimiK3TextConfig) -> None:
+    def __init__(self, config: KimiK3TextConfig, offloaded: bool = False) -> None:
         layers: list[Any] = [MLACacheLayer() if kind == "mla" else KDACacheLayer() for kind in config.layer_kinds]
         super().__init__(layers=layers)
-        self.tokens = 0
+        self.tokens, self.offloaded = 0, offloaded
+
+    @contextmanager
+    def layer(self, index: int, device: torch.device) -> Iterator[Any]:
+        """The cache of layer `index`; where `offloaded`, it is on `device` for the time of its layer only."""
+        layer = self.layers[index]
+        if self.offloaded:
+            layer.move(device)
+        yield layer
+        if self.offloaded:
+            layer.move("cpu")
 
     def advance(self, tokens: int) -> None:
         """Called once per forward pass, after every layer has stored its part."""

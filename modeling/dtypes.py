@@ -3,7 +3,7 @@
 | rule | where it comes from |
 |---|---|
 | widen to *at least* fp32, never *to* fp32 | a model loaded in float64 then computes in float64 from end to end |
-| five kinds of parameter are never narrower than fp32 | they are F32 in the checkpoint |
+| five kinds of tensor are never narrower than fp32 | they are F32 in the checkpoint |
 
 The five are `A_log`, `dt_bias`, `*_conv1d`, `o_norm` and `e_score_correction_bias`. `Fp32Parameters` keeps them wide by
 construction: they are created wide whatever the default dtype is (which is how `from_pretrained(dtype=...)` decides),
@@ -43,7 +43,7 @@ def wide_parameter(*shape: int) -> nn.Parameter:
 
 
 class Fp32Parameters(nn.Module):
-    """A module whose parameters named in `fp32_names` never become narrower than fp32."""
+    """A module whose parameters and buffers named in `fp32_names` never become narrower than fp32."""
 
     fp32_names: ClassVar[tuple[str, ...]] = ()
 
@@ -51,7 +51,8 @@ class Fp32Parameters(nn.Module):
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        held = [p for n in self.fp32_names if (p := self._parameters.get(n)) is not None]
+        own = {**self._parameters, **self._buffers}
+        held = [p for n in self.fp32_names if (p := own.get(n)) is not None]
         protected = {id(p) for p in held} | {id(p.grad) for p in held if p.grad is not None}
 
         def cast(t: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from kconv.modeling.dtypes import no_autocast, widen
+from kconv.modeling.frozen import freeze
 
 SCORES_AT_ONCE = 1 << 26  # numbers of query x head x key that one step holds: 256 MB in fp32
 
@@ -36,6 +37,7 @@ class KimiIndexer(nn.Module):
         self.wk = nn.Linear(hidden, self.dim, bias=False)
         self.k_norm = nn.LayerNorm(self.dim, eps=config["norm_eps"], bias=config["norm_bias"])
         self.weights_proj = nn.Linear(hidden, self.heads, bias=False)
+        freeze(self)
 
     @torch.no_grad()
     def keys(self, x: torch.Tensor) -> torch.Tensor:

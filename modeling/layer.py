@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kconv.modeling.cache import KimiK3Cache
 from kconv.modeling.config import KimiK3TextConfig
+from kconv.modeling.frozen import freeze
 from kconv.modeling.kda import KimiDeltaAttention
 from kconv.modeling.mla import KimiMLA
 from kconv.modeling.mlp import KimiMLP
@@ -48,6 +50,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         if block is not None:
             self.self_attention_res_norm, self.mlp_res_norm = (KimiRMSNorm(hidden, eps=eps) for _ in range(2))
             self.self_attention_res_proj, self.mlp_res_proj = (SourceScore(hidden) for _ in range(2))
+            if index == 0:
+                freeze(self.self_attention_res_norm)
+                freeze(self.self_attention_res_proj)
 
     def forward(self, prefix: torch.Tensor, layout: Layout, *blocks: torch.Tensor) -> torch.Tensor:
         """Running prefix [batch, length, hidden] before the layer -> after it, given the finished `blocks` of that shape.
@@ -67,7 +72,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
 
     def attend(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The attention of this layer over its normed input."""
-        cache = None if layout.cache is None else layout.cache.layers[self.index]
-        if self.kind == "mla":
-            return self.self_attn(x, layout.segments, cache, layout.allowed)
-        return self.self_attn(x, layout.segments, cache)
+        with nullcontext() if layout.cache is None else layout.cache.layer(self.index, x.device) as cache:
+            if self.kind == "mla":
+                return self.self_attn(x, layout.segments, cache, layout.allowed)
+            return self.self_attn(x, layout.segments, cache)

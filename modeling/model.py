@@ -16,6 +16,7 @@ from transformers.utils import can_return_tuple
 
 from kconv.errors import KconvError
 from kconv.modeling import segments as seg
+from kconv.modeling.arguments import LOSS, PACKING, boundaries, check_keywords
 from kconv.modeling.cache import KimiK3Cache
 from kconv.modeling.compat import CACHE_NAME
 from kconv.modeling.config import KimiK3TextConfig
@@ -29,6 +30,7 @@ from kconv.modeling.norm import KimiRMSNorm
 from kconv.modeling.residual import SourceScore, mix
 from kconv.modeling.strict import StrictPreTrainedModel
 
+CACHES = (None, "dynamic", "offloaded")  # generation's `cache_implementation`
 FP32_PARAMETERS = ("A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias")
 
 
@@ -103,11 +105,13 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise KconvError("give exactly one of input_ids and inputs_embeds")
+        check_keywords(kwargs, PACKING, type(self).__name__)
+        self._check_outputs()
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = own_cache(cache if cache is not None else past_key_values)
         if attention_mask is None and padding_mask is not None:
             attention_mask = ~padding_mask.bool()
-        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        cu_seqlens = boundaries(cu_seqlens, kwargs, attention_mask)
         segments, allowed = layout_of(x, attention_mask, position_ids, cu_seqlens, 0 if cache is None else cache.tokens)
         cache = self._cache(cache, use_cache, packed=segments is not None and segments.packed)
         record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -116,6 +120,11 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             cache.advance(x.shape[1])
         outputs: dict[str, Any] = {"last_hidden_state": x, "hidden_states": states, CACHE_NAME: cache}
         return BaseModelOutputWithPast(**outputs)
+
+    def _check_outputs(self) -> None:
+        """A config can ask for outputs as a keyword can."""
+        asked = {n: True for n in ("output_attentions", "output_router_logits") if getattr(self.config, n, False)}
+        check_keywords(asked, frozenset(), f"{type(self).__name__} with this config")
 
     def _run(self, x: torch.Tensor, layout: Layout, record: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         dtype, states = x.dtype, [x]
@@ -215,15 +224,20 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [batch, kept, vocab] of all positions, of the last `logits_to_keep` or of those it indexes; loss of `labels`."""
+        """Logits [batch, kept, vocab] of all positions, of the last `logits_to_keep` or of those it indexes; loss of `labels`.
+
+        Labels are those of the kept positions, shifted here; `shift_labels` of the same shape are shifted already.
+        """
+        check_keywords(kwargs, PACKING | LOSS, type(self).__name__)
         out = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
             cache=cache if cache is not None else past_key_values, use_cache=use_cache, padding_mask=padding_mask,
-            output_hidden_states=output_hidden_states, cu_seqlens=cu_seqlens, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
+            output_hidden_states=output_hidden_states, cu_seqlens=cu_seqlens,
+            **{k: v for k, v in kwargs.items() if k in PACKING},
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
         logits = self.lm_head(out.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else kept])
-        loss = None if labels is None else causal_lm_loss(logits, labels, kwargs.get("num_items_in_batch"))
+        loss = causal_lm_loss(logits, labels, kwargs.get("num_items_in_batch"), kwargs.get("shift_labels"))
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -234,9 +248,15 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Generation's cache is ours, whatever `cache_implementation` says."""
+        """Generation's cache is ours, held on the CPU between steps for `offloaded`; raises KconvError for other kinds."""
+        kind = generation_config.cache_implementation
         if generation_config.use_cache is False or model_kwargs.get(CACHE_NAME) is not None:
             return
-        model_kwargs[CACHE_NAME] = KimiK3Cache(self.config)
+        if kind not in CACHES:
+            raise KconvError(
+                f"cache_implementation {kind!r}: a KDA state and MLA's latents are neither keys nor values to be kept so",
+                hint="leave it out, or use 'offloaded'",
+            )
+        model_kwargs[CACHE_NAME] = KimiK3Cache(self.config, offloaded=kind == "offloaded")
         if generation_config.is_assistant:
             model_kwargs[CACHE_NAME].activate_past_recording()

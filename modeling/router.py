@@ -1,7 +1,8 @@
 """The router: which experts a token goes to, and with what weight, in at least fp32.
 
 `scores = sigmoid(W x)` of the full hidden state. The correction bias takes part in the choice only; weights are the
-unbiased scores of the chosen experts, renormalised (`/ (sum + 1e-20)`) and scaled by `routed_scaling_factor`.
+unbiased scores of the chosen experts, renormalised (`/ (sum + 1e-20)`) and scaled by `routed_scaling_factor`. No gradient
+reaches the bias: it is a buffer, moved by whoever balances the experts' load.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ GROUP_VOTERS = 2  # a group is judged by the sum of its two best biased scores
 
 
 class KimiRouter(Fp32Parameters):
-    """Top-k router with a correction bias; weight [experts, hidden], bias [experts] held in at least fp32."""
+    """Top-k router with a correction bias; weight [experts, hidden], bias [experts] (a buffer) held in at least fp32."""
 
+    e_score_correction_bias: torch.Tensor
     fp32_names = ("e_score_correction_bias",)
 
     def __init__(self, config: KimiK3TextConfig, experts: int) -> None:
@@ -31,7 +33,7 @@ class KimiRouter(Fp32Parameters):
         self.renormalize, self.scaling = config.moe_renormalize, config.routed_scaling_factor
         self.softmax = config.moe_router_activation_func == "softmax"
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
-        self.e_score_correction_bias = wide_parameter(experts)
+        self.register_buffer("e_score_correction_bias", wide_parameter(experts).detach())
         self.forced: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kconv.errors import Problems
+from kconv.modeling.frozen import refreeze
 from kconv.names import folded
 
 
@@ -22,6 +23,7 @@ class StrictPreTrainedModel(PreTrainedModel):
         kwargs.setdefault("ignore_mismatched_sizes", True)
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, info = loaded
+        refreeze(model)
         lines = [f"missing from the files: {line}" for line in folded(sorted(info["missing_keys"]))]
         lines += [f"in the files, but not in the model: {line}" for line in folded(sorted(info["unexpected_keys"]))]
         for name, found, wanted in info["mismatched_keys"]:

@@ -25,7 +25,7 @@ CASTS = {
 
 def check(m: Any, dtype: torch.dtype) -> None:
     seen = set()
-    for name, p in m.named_parameters():
+    for name, p in m.state_dict().items():
         if p.dtype == torch.uint8:
             seen.add("codes")
             continue
@@ -38,11 +38,11 @@ def check(m: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("cast", CASTS)
 def test_casts(cast: str) -> None:
     m = model(experts_format="packed")
-    before = {n: p.clone() for n, p in m.named_parameters() if FP32.search(n) or p.dtype == torch.uint8}
+    before = {n: p.clone() for n, p in m.state_dict().items() if FP32.search(n) or p.dtype == torch.uint8}
     fn, dtype = CASTS[cast]
     m = fn(m)
     check(m, dtype)
-    after = dict(m.named_parameters())
+    after = m.state_dict()
     assert all(torch.equal(after[n], p) for n, p in before.items())
 
 
@@ -58,8 +58,8 @@ def test_from_pretrained(tmp_path: Path, dtype: torch.dtype) -> None:
     m.save_pretrained(tmp_path)
     loaded = KimiK3ForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     check(loaded, dtype)
-    kept = dict(m.named_parameters())
-    for name, p in loaded.named_parameters():
+    kept = m.state_dict()
+    for name, p in loaded.state_dict().items():
         if FP32.search(name):
             assert torch.equal(p.float(), kept[name]), name
 

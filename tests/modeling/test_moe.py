@@ -25,7 +25,7 @@ def config(**changes: Any) -> KimiK3TextConfig:
 def seeded(module: torch.nn.Module, seed: int = 0) -> Any:
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in module.parameters():
+        for p in [*module.parameters(), *module.buffers()]:
             if p.dtype == torch.uint8:
                 p.copy_(torch.randint(0, 256, p.shape, generator=gen, dtype=torch.uint8))
             else:

@@ -67,7 +67,9 @@ def work(rank: int, world: int, port: int, experts_format: str) -> None:
             assert wanted[name].grad is None, name
             continue
         assert p.dtype == torch.float32
-        torch.testing.assert_close(p.grad.full_tensor(), wanted[name].grad.float(), rtol=2e-2, atol=1e-4)
+        # Of the norm: where a bf16 gradient cancels, its last digits depend on where in memory the gathered weights lie.
+        error = (p.grad.full_tensor() - wanted[name].grad.float()).norm() / wanted[name].grad.float().norm()
+        assert error < 1e-2, (name, error)
     dist.destroy_process_group()
 
 

@@ -43,7 +43,7 @@ def of(config: KimiK3TextConfig, seed: int = 0, dtype: torch.dtype = torch.float
     torch.manual_seed(seed)
     made: Any = KimiK3ForCausalLM(config)
     with torch.no_grad():
-        for name, p in made.named_parameters():
+        for name, p in made.state_dict().items():
             if name.endswith(("e_score_correction_bias", "A_log")):
                 p.add_(0.2 * torch.randn_like(p))
     return made.to(dtype).eval()
