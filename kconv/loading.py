@@ -14,7 +14,8 @@ from kconv.console import Meter
 from kconv.conversion import default_workers, plan
 from kconv.engine import worker_cuda
 from kconv.engine.run import execute
-from kconv.engine.slabs import Region, Slab, streams
+from kconv.engine.sink import Sink
+from kconv.engine.slabs import Region, streams
 from kconv.errors import KconvError, Problems
 from kconv.names import folded
 from kconv.planning.plan import Plan
@@ -88,8 +89,10 @@ def _storage(made: Plan, model: PreTrainedModel) -> dict[str, Tensor]:
     return {n: state[n] for n in wanted}
 
 
-class MemorySink:
+class MemorySink(Sink):
     """A sink that puts converted regions into tensors, cast to their dtype."""
+
+    takes_tensors = True
 
     def __init__(self, storage: dict[str, Tensor]) -> None:
         self._flat = {name: tensor.detach().reshape(-1) for name, tensor in storage.items()}
@@ -129,9 +132,3 @@ class MemorySink:
             return None
         start = region.offset // dtype.itemsize
         return flat[start : start + region.spec.nbytes // dtype.itemsize]
-
-    def put_zeros(self, region: Region) -> str | None:
-        return None
-
-    def finished(self, slab: Slab) -> None:
-        """Nothing to do."""

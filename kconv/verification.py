@@ -25,8 +25,9 @@ from kconv.console import Meter
 from kconv.conversion import default_workers, plan
 from kconv.engine import beside
 from kconv.engine.run import execute
+from kconv.engine.sink import Sink, located
 from kconv.engine.slabs import Part, Region, Slab, streams
-from kconv.errors import KconvError, Unreadable
+from kconv.errors import BadData, KconvError, Unreadable
 from kconv.names import folded
 from kconv.planning.plan import Plan
 from kconv.storage.files import Files, released
@@ -55,7 +56,7 @@ class Difference:
 
 
 @dataclass
-class CompareSink:
+class CompareSink(Sink):
     """A sink that holds converted regions against stored ones."""
 
     files: Files
@@ -83,21 +84,17 @@ class CompareSink:
 
     def put_zeros(self, region: Region) -> str | None:
         """A hole that makes zeros is equal to a hole; anything else is read."""
-        is_hole = getattr(self.files, "is_hole", None)
-        if is_hole is None or not is_hole(region.file, region.offset, region.spec.nbytes):
+        if not self.files.is_hole(region.file, region.offset, region.spec.nbytes):
             return None
         with self.lock:
             self.seen.add(region.name)
         return ""
 
-    def finished(self, slab: Slab) -> None:
-        """Nothing to do."""
-
-    def refused(self, part: Part, message: str) -> None:
+    def refused(self, part: Part, error: BadData) -> None:
         """What was written cannot have come from any source: its tensors differ."""
         with self.lock:
             for region in part.writes:
-                self.refusals.setdefault(region.name, message)
+                self.refusals.setdefault(region.name, located(error, part))
 
     def _differ(self, region: Region, data: np.ndarray, stored: np.ndarray, at: int) -> None:
         spec, element = region.spec, at * max(1, region.spec.numel) // max(1, region.spec.nbytes)

@@ -143,7 +143,7 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     names, faults = files.names(), Faults(files.where)
     _refuse_unfinished(files, names)
     faults.add("path", safe_paths.faults(n for n in names if not safe_paths.is_leftover(n))[:MOST_SHOWN])
-    faults.add("link", unsafe_links(files))
+    faults.add("link", files.unsafe_links())
     faults.add("name", (f"the name of {printable(n)} holds control characters or is no text" for n in names if printable(n) != n))
     faults.raise_any()
     config = read_json(files, "config.json") if "config.json" in names else {}
@@ -152,7 +152,7 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     if not shards and not faults.lines:
         _refuse_no_weights(files, names)
     faults.raise_any()
-    notes = [*getattr(files, "notes", []), *_left_out(names, shards)]
+    notes = [*files.notes, *_left_out(names, shards)]
     with uncollected():
         entries = _entries(files, shards, index, faults, follow_index, notes)
     if index is not None or shards == ["model.safetensors"]:
@@ -267,7 +267,7 @@ def _refuse_no_weights(files: Files, names: list[str]) -> None:
             f"{files.where} holds only pickle files ({', '.join(pickles[:4])}), which are never opened",
             hint="a pickle can run code; convert it to safetensors in an environment you trust",
         )
-    folders = [n for n in _folders(files) if n.endswith(".safetensors")]
+    folders = [n for n in files.folders() if n.endswith(".safetensors")]
     if folders:
         raise KconvError(
             f"{files.where} holds no .safetensors file: {', '.join(folders)} is a folder",
@@ -275,16 +275,6 @@ def _refuse_no_weights(files: Files, names: list[str]) -> None:
         )
     what = "is empty" if not names else "holds no .safetensors file"
     raise KconvError(f"{files.where} {what}", hint="give the folder that holds the weights")
-
-
-def _folders(files: Files) -> list[str]:
-    """Names of the folders in a local source."""
-    return getattr(files, "folders", list)()
-
-
-def unsafe_links(files: Files) -> list[str]:
-    """What is wrong with the symbolic links of a local source: those that lead out of it or nowhere."""
-    return getattr(files, "unsafe_links", list)()
 
 
 def read_json(files: Files, name: str) -> dict[str, Any]:
@@ -327,7 +317,7 @@ def _indexed(files: Files, names: list[str], faults: Faults) -> tuple[dict[str, 
 
 
 def _check_shards(files: Files, names: list[str], index: str, shards: Iterable[str], faults: Faults) -> None:
-    missing, folders = [], set(_folders(files))
+    missing, folders = [], set(files.folders())
     for shard in sorted(shards):
         if safe_paths.fault(shard) or "/" in shard:
             faults.add("path", [f"{index} names the file {shard!r}: only plain names inside the folder are allowed"])

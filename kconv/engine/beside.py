@@ -22,7 +22,7 @@ from kconv.checkpoint import evidence
 from kconv.checkpoint.headers import read_header
 from kconv.checkpoint.reading import MANIFEST, read_json
 from kconv.planning.plan import Plan
-from kconv.storage.files import Files
+from kconv.storage.files import Files, RemoteFiles
 from kconv.storage.hashing import digests_of
 from kconv.storage.safe_paths import is_leftover
 from kconv.text.printable import printable
@@ -80,9 +80,8 @@ def same(source: Files, files: Files, name: str) -> bool:
     """Whether two sets of files hold the same bytes under a name; of the Hub the stated hash counts."""
     if source.size(name) != files.size(name):
         return False
-    of_content = getattr(source, "states", None)
-    if of_content is not None:
-        return bool(of_content(name, files))
+    if isinstance(source, RemoteFiles):
+        return source.states(name, files)
     return digests_of(source, name, "sha256") == digests_of(files, name, "sha256")
 
 

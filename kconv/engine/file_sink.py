@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from kconv.checkpoint.headers import OutFile
+from kconv.engine.sink import Sink
 from kconv.engine.slabs import Part, Region, Slab
 from kconv.storage.direct import DirectWriter
 from kconv.storage.files import Descriptors, pread_full, pwrite_full
@@ -46,7 +47,7 @@ def zero_digest(nbytes: int) -> str:
     return ZEROS[nbytes]
 
 
-class FileSink:
+class FileSink(Sink):
     """Output files in a folder, written by any number of threads."""
 
     def __init__(self, folder: Path, files: list[OutFile], algorithm: str | None, direct: bool | None = None) -> None:

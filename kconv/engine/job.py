@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from kconv.checkpoint import manifest as manifests
 from kconv.checkpoint.folder import begin, publish, sync_folder, write_file
@@ -39,19 +39,16 @@ from kconv.engine.slabs import Slab, part_bytes, slab_checksum, streams
 from kconv.engine.worker import Progress
 from kconv.errors import KconvError
 from kconv.planning.plan import Plan
-from kconv.storage.files import Files, LocalFiles, MappedFiles
+from kconv.storage.files import Files, LocalFiles, MappedFiles, RemoteFiles
 from kconv.storage.hashing import DEFAULT_DIGEST, digests_of, sha256_file
 from kconv.storage.safe_paths import inside
 from kconv.storage.staging import StagedFiles
 from kconv.transforms.notes import Notes
 
-MOST_WARNINGS = 8
-if TYPE_CHECKING:
-    from kconv.storage.hub import HubFiles
-
 COMMAND = "kconv convert"
 SYNC_EVERY = 4 << 30
 COPY_BLOCK = 16 << 20
+MOST_WARNINGS = 8
 FINISHER = f"{OURS}finisher"
 JOURNAL = f"{OURS}journal"
 STAGE = f"{OURS}stage"
@@ -126,7 +123,7 @@ class Job:
 
     def _fetch_beside(self) -> None:
         """From the Hub, what goes along comes first: a file that is not what the Hub states is found before the long work."""
-        if self.settings.part[0] == 1 and hasattr(self.plan.source.files, "download"):
+        if self.settings.part[0] == 1 and isinstance(self.plan.source.files, RemoteFiles):
             for name in self._taken_over():
                 self._take_over(name)
 
@@ -141,9 +138,9 @@ class Job:
             if self.settings.mmap:
                 return MappedFiles(files.root / files.single if files.single else files.root)
             files.drop_pages = self.plan.source.nbytes > total_memory() // 2
-        elif hasattr(files, "download"):
+        elif isinstance(files, RemoteFiles):
             stage = self.partial / f"{STAGE}-{self.settings.part[0]}"
-            self._staged = StagedFiles(cast("HubFiles", files), stage, self.settings.workers + 2)
+            self._staged = StagedFiles(files, stage, self.settings.workers + 2)
             return self._staged
         return files
 
@@ -233,8 +230,8 @@ class Job:
     def _take_over(self, name: str) -> None:
         """Bring a file of the source into the folder as it is: linked where that is asked for and possible, else copied."""
         source, target = self.plan.source, inside(self.partial, name)
-        if hasattr(source.files, "download"):
-            return fetch_file(cast("HubFiles", source.files), name, target)
+        if isinstance(source.files, RemoteFiles):
+            return fetch_file(source.files, name, target)
         target.unlink(missing_ok=True)  # an earlier run may have left a hard link: writing into it would write into the source
         target.parent.mkdir(parents=True, exist_ok=True)
         if self.settings.link and isinstance(source.files, LocalFiles) and (way := link(source.files.path(name), target)):
@@ -313,7 +310,7 @@ def _entry(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_file(path)}
 
 
-def fetch_file(hub: HubFiles, name: str, path: Path) -> None:
+def fetch_file(hub: RemoteFiles, name: str, path: Path) -> None:
     """Bring a file of the Hub to `path`, unless it is there, and hold it against the hash that the Hub states."""
     if not hub.holds(name, path):
         hub.download(name, path)

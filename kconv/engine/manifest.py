@@ -21,7 +21,7 @@ def build(plan: Plan, files: Mapping[str, Mapping[str, Any]], inputs: Mapping[st
     ours = plan.backward or layouts.source_layout in OURS
     origin = earlier if ours and earlier else {
         "name": where,
-        "revision": getattr(source.files, "revision", None),
+        "revision": source.files.revision,
         "config": source.config,
         "index_metadata": source.index_metadata,
         "tensors": len(source.entries),

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from kconv.engine.feed import Feed
+from kconv.engine.sink import Sink
 from kconv.engine.slabs import Slab
-from kconv.engine.worker import Progress, Sink, Worker
+from kconv.engine.worker import Progress, Worker
 from kconv.storage.files import Files
 
 
@@ -43,7 +44,7 @@ def execute(
     kind = worker_for(device)
     progress, stop = Progress(), threading.Event()
     failures: list[tuple[tuple[int, ...], BaseException]] = []
-    feed, zero_memo = Feed(streams, 1 if device == "cpu" else None, getattr(sink, "begin", None)), dict[tuple, bool]()
+    feed, zero_memo = Feed(streams, 1 if device == "cpu" else None, sink.begin), dict[tuple, bool]()
     finished = threading.Semaphore(0)
 
     def work() -> None:

@@ -9,13 +9,14 @@ import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kconv.engine.first_time import alone_at_first
+from kconv.engine.sink import Sink
 from kconv.engine.slabs import Part, Region, Slab
-from kconv.errors import BadData, KconvError
+from kconv.errors import BadData
 from kconv.spec import torch_dtype
 from kconv.storage.direct import PAGE, phase
 from kconv.storage.files import Files
@@ -26,22 +27,6 @@ if TYPE_CHECKING:
 
 ALIGN = 64
 HUGE = 2 << 20
-
-
-class Sink(Protocol):
-    """Where converted regions go: output files, or a comparison."""
-
-    def put(self, region: Region, data: np.ndarray) -> str:
-        """Take a region's bytes (uint8, 1-D); returns their digest."""
-        ...
-
-    def put_zeros(self, region: Region) -> str | None:
-        """Take a region known to be zero bytes, or None when the sink wants to see them."""
-        ...
-
-    def finished(self, slab: Slab) -> None:
-        """All regions of a slab were taken."""
-        ...
 
 
 @dataclass
@@ -151,9 +136,7 @@ class Worker:
 
     def advise(self, slab: Slab, *, needed: bool) -> None:
         """Say that a slab's inputs will be read soon, or not again, where the files want to know."""
-        advise = getattr(self.files, "advise", None)
-        if advise:
-            advise([(r.file, r.offset, r.spec.nbytes) for part in slab.parts for r in part.reads], needed=needed)
+        self.files.advise([(r.file, r.offset, r.spec.nbytes) for part in slab.parts for r in part.reads], needed=needed)
 
     def part(self, part: Part) -> list[str]:
         """Do one part; returns the digests of what it wrote."""
@@ -165,22 +148,26 @@ class Worker:
             with collect() as heard:
                 digests = self.deliver(part)
         except BadData as e:
-            return self._refused(part, e)
+            self.sink.refused(part, e)
+            return []
         heard.warnings = [f"{part.reads[0].name} in {part.reads[0].file}: {said}" for said in heard.warnings]
         self.heard.merge(heard)
         return digests
 
     def deliver(self, part: Part) -> list[str]:
         """Read, convert and hand over one part."""
-        lend = getattr(self.sink, "lend", None)
-        own = [lend(w) for w in part.writes] if lend else [None] * len(part.writes)
+        own = [self.sink.lend(w) for w in part.writes]
         data = self.read(part, self._in, own if moved(part) else None)
-        put_tensor = getattr(self.sink, "put_tensor", None)
         cut = [] if moved(part) else [d if d is not None else c for d, c in zip(own, self._out.cut(part.writes), strict=True)]
         made = self.made(part, data, cut)
-        if put_tensor is None:
-            return [self.sink.put(w, raw(t)) for w, t in zip(part.writes, made, strict=True)]
-        return [put_tensor(w, shaped(t, w) if isinstance(t, np.ndarray) else t) for w, t in zip(part.writes, made, strict=True)]
+        put = self._put_tensor if self.sink.takes_tensors else self._put_bytes
+        return [put(w, t) for w, t in zip(part.writes, made, strict=True)]
+
+    def _put_tensor(self, region: Region, made: Tensor | np.ndarray) -> str:
+        return self.sink.put_tensor(region, shaped(made, region) if isinstance(made, np.ndarray) else made)
+
+    def _put_bytes(self, region: Region, made: Tensor | np.ndarray) -> str:
+        return self.sink.put(region, raw(made))
 
     def made(self, part: Part, data: list[np.ndarray], cut: list[np.ndarray] | None) -> Sequence[Tensor | np.ndarray]:
         """A part's outputs from its inputs' bytes, into `cut` if that serves."""
@@ -197,9 +184,9 @@ class Worker:
 
     def read(self, part: Part, arena: Arena, own: list[np.ndarray | None] | None = None) -> list[np.ndarray]:
         """The inputs' bytes: in their final place where the sink lends it, in the arena, or as views of mapped files."""
-        view = getattr(self.files, "view", None)
-        if view:
-            return [view(r.file, r.offset, r.spec.nbytes) for r in part.reads]
+        views = [v for r in part.reads if (v := self.files.view(r.file, r.offset, r.spec.nbytes)) is not None]
+        if len(views) == len(part.reads):
+            return views
         data = arena.cut(part.writes if moved(part) else part.reads)
         if own:
             data = [mine if mine is not None else d for mine, d in zip(own, data, strict=True)]
@@ -207,19 +194,9 @@ class Worker:
             self.files.read_into(region.file, region.offset, buffer.data)
         return data
 
-    def _refused(self, part: Part, error: BadData) -> list[str]:
-        """Bad data ends a conversion; a comparison notes it and goes on."""
-        note = getattr(self.sink, "refused", None)
-        if note is None:
-            hint = error.hint or "nothing looks finished; the source tensor itself is at fault"
-            raise KconvError(located(error, part), hint=hint) from error
-        note(part, located(error, part))
-        return []
-
     def _holes(self, part: Part) -> bool:
         """Whether all inputs are holes of sparse files and their conversion is zero bytes."""
-        is_hole = getattr(self.files, "is_hole", None)
-        if is_hole is None or not all(is_hole(r.file, r.offset, r.spec.nbytes) for r in part.reads):
+        if not all(self.files.is_hole(r.file, r.offset, r.spec.nbytes) for r in part.reads):
             return False
         key = (part.iso, part.backward, tuple(r.spec for r in part.reads))
         if key not in self._zero_memo:
@@ -229,12 +206,3 @@ class Worker:
             made = self.made(part, data, None)
             self._zero_memo[key] = not any(raw(t).any() for t in made)
         return self._zero_memo[key]
-
-
-def located(error: BadData, part: Part) -> str:
-    """The message of bad data with tensor, file and position in the whole tensor."""
-    region = part.reads[error.operand]
-    position = list(error.position)
-    if position:
-        position[0] += region.first_row
-    return f"{region.name} in {region.file}, position {position}: {error.message}"

@@ -12,12 +12,12 @@ bus time. Results are the same bits as on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kconv.engine.first_time import alone_at_first
+from kconv.engine.sink import Sink
 from kconv.engine.slabs import Part, Region, Slab
-from kconv.engine.worker import Arena, Progress, Sink, Worker, converted, moved, raw, shaped
+from kconv.engine.worker import Arena, Progress, Worker, converted, moved, raw, shaped
 from kconv.storage.files import Files
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ class CudaWorker(Worker):
         self._arenas, self._turn = [PinnedArena(), PinnedArena()], 0
         self._out: Arena = PinnedArena()
         self._batches: list[Batch] = []
-        self._place: Callable[[Region], Tensor | None] = getattr(sink, "lend_on_device", lambda region: None)
 
     def slab(self, slab: Slab, progress: Progress) -> list[str]:
         """Do one slab on the worker's stream."""
@@ -153,13 +152,12 @@ class CudaWorker(Worker):
         arena = self._arenas[self._turn]
         arena.event.synchronize()
         data = [shaped(d, r) for d, r in zip(self.read(part, arena), part.reads, strict=True)]
-        put_tensor: Any = getattr(self.sink, "put_tensor", None)
         made = data
         if not moved(part):
             with alone_at_first(self.kind(part)):
                 made = converted(part, [d.to(self.device, non_blocking=True) for d in data], self._shaped_places(part))
-        if put_tensor is not None:
-            digests = [put_tensor(w, t) for w, t in zip(part.writes, made, strict=True)]
+        if self.sink.takes_tensors:
+            digests = [self.sink.put_tensor(w, t) for w, t in zip(part.writes, made, strict=True)]
             arena.event.record()
             return digests
         if not moved(part):
@@ -169,7 +167,7 @@ class CudaWorker(Worker):
 
     def _lent(self, part: Part) -> list[Tensor] | None:
         """The device's own storage of what a part writes, flat; None unless all of it is there."""
-        places = [place for w in part.writes if (place := self._place(w)) is not None]
+        places = [place for w in part.writes if (place := self.sink.lend_on_device(w)) is not None]
         return places if len(places) == len(part.writes) else None
 
     def _shaped_places(self, part: Part) -> list[Tensor] | None:

@@ -176,8 +176,7 @@ def _statements(where: str, recorded: Mapping[str, Any], found: Mapping[str, Any
 
 def _draft_weights(recorded: Mapping[str, Any], files: Checkpoint, findings: Findings, names: Mapping[str, str]) -> None:
     """By the files' sha256 where the Hub states them, else by reading the draft."""
-    stated = getattr(files.files, "files", {})
-    known = {shard: getattr(stated.get(shard), "sha256", None) for shard in files.shards}
+    known = {shard: files.files.sha256(shard) for shard in files.shards}
     if known and known == recorded["files"]:
         findings.compared.append("draft.weights")
     else:
@@ -239,7 +238,7 @@ def _verdict(findings: Findings, content: bool) -> str:
 
 
 def _subject(files: Checkpoint) -> str | None:
-    root = getattr(files.files, "root", None)
+    root = files.files.root
     return evidence.subject(root) if root is not None else None
 
 

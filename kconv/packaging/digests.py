@@ -25,7 +25,6 @@ from kconv.storage.files import Files
 
 RUNS = 16
 SPOT = 64 * 1024
-PIECE = 8 << 20
 WORKERS = 4
 VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash")
 
@@ -33,13 +32,8 @@ VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash")
 def sha256_range(files: Files, name: str, offset: int, length: int) -> str:
     """sha256 of a range of a file, read in pieces."""
     digest = hashlib.sha256()
-    stream = getattr(files, "stream", None)
-    if stream is not None:  # one request of the Hub instead of one a piece
-        for piece in stream(name, offset, length):
-            digest.update(piece)
-        return digest.hexdigest()
-    for at in range(0, length, PIECE):
-        digest.update(files.read(name, offset + at, min(PIECE, length - at)))
+    for piece in files.stream(name, offset, length):
+        digest.update(piece)
     return digest.hexdigest()
 
 

@@ -273,7 +273,7 @@ def _manifest(made: Package, partial: Path, block: Mapping[str, Any], written: M
         "kind": "draft-package",
         "draft": {
             "name": where if where.startswith("hf://") else Path(where).resolve().name,
-            "revision": getattr(made.source.checkpoint.files, "revision", None),
+            "revision": made.source.checkpoint.files.revision,
             "config": made.source.original or made.source.checkpoint.config,
         },
         "target": {"repo": block["target"]["repo"], "revision": block["target"]["revision"]},

@@ -98,7 +98,7 @@ class Target:
         """Its repository on the Hub, if that is known."""
         named = re.match(r"hf://([^@]+)", self.manifest.get("source", {}).get("name") or "") if self.converted else None
         cached = re.search(r"models--([^/]+)--([^/]+)/snapshots/", str(Path(self.where).absolute()))
-        known = getattr(self.files, "repo_id", None) if not self.converted else named and named[1]
+        known = self.files.repo_id if not self.converted else named and named[1]
         return known or self.stated_repo or (f"{cached[1]}/{cached[2]}" if cached and not self.converted else None)
 
     @property
@@ -107,7 +107,7 @@ class Target:
         if self.converted:
             return self.manifest["source"].get("revision") or self.stated_revision
         cached = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", str(Path(self.where).absolute()))
-        return getattr(self.files, "revision", None) or self.stated_revision or (cached[1] if cached else None)
+        return self.files.revision or self.stated_revision or (cached[1] if cached else None)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -153,8 +153,7 @@ class Target:
         """sha256 of every weight file where they are known without reading (the Hub, a manifest); else None."""
         if self.converted:
             return None
-        stated = getattr(self.files, "files", {})
-        known = {f: getattr(stated.get(f), "sha256", None) for f in sorted(set(self.weight_map.values()))}
+        known = {f: self.files.sha256(f) for f in sorted(set(self.weight_map.values()))}
         return {f: sha for f, sha in known.items() if sha} if known and all(known.values()) else None
 
     def token(self, number: int) -> str | None:
@@ -192,8 +191,7 @@ class Target:
         return read_json(self.files, name)
 
     def _sha256(self, name: str) -> str:
-        stated = getattr(getattr(self.files, "files", {}).get(name), "sha256", None)
-        return stated or hashlib.sha256(self.files.read(name)).hexdigest()
+        return self.files.sha256(name) or hashlib.sha256(self.files.read(name)).hexdigest()
 
 
 def facts(target: Target, taps: list[int] | None, *, tables: bool = True) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kconv.engine.sink import Sink
 from kconv.parity.trace import ByLayer, decoder_of, held, routers
 from kconv.spec import torch_dtype
 
@@ -89,8 +90,10 @@ def _only(stream: Iterator[Slab], sink: _Comparison) -> Iterator[Slab]:
             yield slab
 
 
-class _Comparison:
+class _Comparison(Sink):
     """A sink that compares converted regions with the model's tensors."""
+
+    takes_tensors = True
 
     def __init__(self, model: Any, made: Plan, names: Unseen) -> None:
         state = model.state_dict()
@@ -124,10 +127,3 @@ class _Comparison:
                 row = f"[{self._expert(region)}]" if region.name in self.rows else ""
                 self.found.add(region.name.removeprefix("model.") + row)
         return ""
-
-    def put_zeros(self, region: Region) -> str | None:
-        """Zeros are compared like anything else."""
-        return None
-
-    def finished(self, slab: Slab) -> None:
-        """Nothing to do."""

@@ -1,7 +1,11 @@
-"""Where bytes come from: a folder of files, read by `pread`, or anything that offers the same four calls.
+"""Where bytes come from: a folder of files, read by `pread`, or anything that derives from `Files`.
 
-The `Files` protocol is the whole surface the engine needs of a source: names, sizes, ranges, and a fingerprint that
-changes when a file does. `kconv.storage.hub` offers the same calls over HTTP ranges.
+| class | its files |
+|---|---|
+| `Files` | what the engine asks of a source: names, sizes, ranges, a fingerprint; the rest has defaults |
+| `RemoteFiles` | can be brought here whole and have stated hashes (`kconv.storage.hub`) |
+| `LocalFiles` | of a folder, by `pread` |
+| `MappedFiles` | of a folder, as memory maps |
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ import os
 import re
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from kconv.errors import KconvError, Unreadable
 from kconv.storage.safe_paths import checked
@@ -24,33 +29,93 @@ if TYPE_CHECKING:
     import numpy as np
 
 OPEN_FILES = 8
+PIECE = 8 << 20
 
 
-@runtime_checkable
-class Files(Protocol):
-    """A read-only set of files."""
+class Files(ABC):
+    """A read-only set of files; a source of another kind derives from it and says more where it knows more.
+
+    `where` is its address in messages, `root` its folder where it has one; `repo_id` and `revision` are the Hub's; `notes`
+    are for the reader of a plan.
+    """
 
     where: str
+    root: Path | None = None
+    repo_id: str | None = None
+    revision: str | None = None
+    notes: Sequence[str] = ()
 
+    @abstractmethod
     def names(self) -> list[str]:
         """Relative names of all regular files, sorted."""
-        ...
 
+    @abstractmethod
     def size(self, name: str) -> int:
         """Bytes of one file."""
-        ...
 
+    @abstractmethod
     def fingerprint(self, name: str) -> str:
         """A short text that differs when the file was changed."""
-        ...
 
+    @abstractmethod
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """`length` bytes from `offset` (to the end by default); raises KconvError when they are not there."""
-        ...
 
+    @abstractmethod
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
-        ...
+
+    def stream(self, name: str, offset: int, n: int) -> Iterator[bytes]:
+        """Exactly `n` bytes from `offset`, in pieces."""
+        for at in range(0, n, PIECE):
+            yield self.read(name, offset + at, min(PIECE, n - at))
+
+    def view(self, name: str, offset: int, length: int) -> np.ndarray | None:
+        """Bytes of a file in memory, 1-D uint8, where they need not be read; else None."""
+        return None
+
+    def advise(self, ranges: list[tuple[str, int, int]], *, needed: bool) -> None:
+        """Hear which ranges (name, offset, bytes) will be read soon, or not again."""
+
+    def is_hole(self, name: str, offset: int, length: int) -> bool:
+        """Whether a range is known to be zeros that are not stored."""
+        return False
+
+    def folders(self) -> list[str]:
+        """Relative names of the visible folders inside, sorted."""
+        return []
+
+    def unsafe_links(self) -> list[str]:
+        """Lines about symbolic links that lead nowhere or out of the folder."""
+        return []
+
+    def sha256(self, name: str) -> str | None:
+        """The sha256 that the place states for a file; None where it states none."""
+        return None
+
+    def close(self) -> None:
+        """Give back what is open; it is opened again when it is used again."""
+
+
+class RemoteFiles(Files):
+    """Files that lie elsewhere: brought here whole, and held against the hashes that the place states."""
+
+    repo_id: str
+    revision: str
+
+    @abstractmethod
+    def download(
+        self, name: str, dest: Path, *, progress: Callable[[int], None] | None = None, link: bool = False
+    ) -> Path:
+        """Bring a file to `dest` and hold it against its hash; `progress` is called with the bytes of each piece."""
+
+    @abstractmethod
+    def holds(self, name: str, path: Path) -> bool:
+        """Whether a local file has the hash that is stated for `name`."""
+
+    @abstractmethod
+    def states(self, name: str, files: Files, theirs: str | None = None) -> bool:
+        """Whether a file of other files, `theirs` or of the same name, has the hash that is stated for `name`."""
 
 
 class Descriptors:
@@ -102,13 +167,13 @@ def _close_all(slots: dict[str, list[int]]) -> None:
 
 
 @contextmanager
-def released(*sources: object) -> Iterator[None]:
+def released(*sources: Files) -> Iterator[None]:
     """Close the descriptors of these files when the block ends; they are opened again when they are used again."""
     try:
         yield
     finally:
         for files in sources:
-            getattr(files, "close", int)()
+            files.close()
 
 
 def pread_full(fd: int, buffer: memoryview, offset: int, path: object) -> None:
@@ -153,8 +218,10 @@ def resolved(path: Path) -> Path | None:
         return None
 
 
-class LocalFiles:
+class LocalFiles(Files):
     """Files of a folder (or one single file), read with `pread`; keeps at most `OPEN_FILES` descriptors."""
+
+    root: Path
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = Path(path)

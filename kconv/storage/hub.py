@@ -37,7 +37,7 @@ from urllib.parse import quote
 
 from kconv.errors import Altered, EnvironmentLacks, KconvError, Problems
 from kconv.storage import hub_cache, safe_paths
-from kconv.storage.files import Files, LocalFiles
+from kconv.storage.files import Files, LocalFiles, RemoteFiles
 from kconv.storage.hub_answers import field, get_json, headers_for, origin, pages, refusal
 from kconv.storage.hub_http import RETRY_STATUS, TIMEOUT, Again, explain, hopeless, pause, stated_pause, transport_error
 from kconv.text.printable import printable
@@ -68,8 +68,8 @@ def parse_source(source: str) -> tuple[str, str | None]:
     return match["repo"], match["revision"]
 
 
-class HubFiles:
-    """The files of a Hub repository at one commit; offers what `kconv.storage.files.Files` asks for. Safe to use from threads.
+class HubFiles(RemoteFiles):
+    """The files of a Hub repository at one commit. Safe to use from threads.
 
     Args:
         source: `hf://owner/name[@revision]`; a branch or tag is resolved to its commit, once.
@@ -123,6 +123,10 @@ class HubFiles:
     def fingerprint(self, name: str) -> str:
         """The hash the Hub states."""
         return self.file(name).sha256 or self.file(name).git_sha1
+
+    def sha256(self, name: str) -> str | None:
+        """What the Hub states of an LFS file."""
+        return self.files[name].sha256 if name in self.files else None
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """`length` bytes from `offset` (to the end by default); raises KconvError when the file has fewer.

@@ -15,30 +15,35 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kconv.storage.files import LocalFiles
+from kconv.storage.files import Files, LocalFiles, RemoteFiles
 from kconv.storage.safe_paths import inside
 
-if TYPE_CHECKING:
-    from kconv.storage.hub import HubFiles
 
-
-
-
-class StagedFiles:
+class StagedFiles(Files):
     """A Hub repository whose shards are read from downloaded copies; the other calls go to the Hub."""
 
-    def __init__(self, hub: HubFiles, folder: Path, keep: int) -> None:
+    def __init__(self, hub: RemoteFiles, folder: Path, keep: int) -> None:
         self.hub, self.folder, self.keep = hub, folder, keep
         self.where, self.revision = hub.where, hub.revision
-        self.names, self.size, self.fingerprint, self.read = hub.names, hub.size, hub.fingerprint, hub.read
         self.downloaded = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._local = LocalFiles(folder)
         self._users: OrderedDict[str, int] = OrderedDict()
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        return self.hub.names()
+
+    def size(self, name: str) -> int:
+        return self.hub.size(name)
+
+    def fingerprint(self, name: str) -> str:
+        return self.hub.fingerprint(name)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        return self.hub.read(name, offset, length)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from a shard, which is downloaded first when it is not there."""

@@ -64,8 +64,8 @@ def summary(card: Card) -> dict[str, Any]:
 def find_card(checkpoint: Checkpoint) -> Card:
     """The card of a checkpoint: by its repository and revision, else by model type and number of tensors."""
     source = (checkpoint.manifest or {}).get("source", {})
-    repo = getattr(checkpoint.files, "repo_id", None) or str(source.get("name", "")).removeprefix("hf://").split("@")[0]
-    revision = getattr(checkpoint.files, "revision", None)
+    repo = checkpoint.files.repo_id or str(source.get("name", "")).removeprefix("hf://").split("@")[0]
+    revision = checkpoint.files.revision
     same_repo = [c for c in cards() if c.data["repo"] == repo]
     pinned = [c for c in same_repo if c.data["revision"] == revision]
     if len(pinned or same_repo) == 1:
@@ -115,7 +115,7 @@ def check(source: Any, card: str | None = None) -> dict[str, Any]:
     if "layout" in data:
         compared.append("names, dtypes, shapes")
         differences += layout_differences(chosen, checkpoint)
-    revision = getattr(checkpoint.files, "revision", None)
+    revision = checkpoint.files.revision
     if revision and data["revision"] not in (UNKNOWN, revision):
         notes.append(f"the card describes revision {data['revision']}, this is {revision}")
     if data["figures"] == "derived":

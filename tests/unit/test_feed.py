@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from kconv.engine.feed import Feed, Share
 from kconv.engine.run import execute
+from kconv.engine.sink import Sink
 from kconv.engine.slabs import Part, Region, Slab, slab_checksum
 from kconv.errors import KconvError
 from kconv.spec import Spec
+from kconv.storage.files import Files
 from kconv.transforms.base import Same
 
 
@@ -88,21 +91,27 @@ def test_threads_stay_with_their_file_and_help_at_the_end() -> None:
 def test_of_several_failures_the_first_in_the_file_is_said(slow: int) -> None:
     together = threading.Barrier(3)
 
-    class Sink:
-        def put(self, region: Region, data: object) -> str:
+    class Zeros(Files):
+        def names(self) -> list[str]:
+            return ["f"]
+
+        def size(self, name: str) -> int:
+            return 1
+
+        def fingerprint(self, name: str) -> str:
+            return ""
+
+        def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+            return bytes(length or 1)
+
+        def read_into(self, name: str, offset: int, buffer: memoryview) -> None: ...
+
+    class Failing(Sink):
+        def put(self, region: Region, data: np.ndarray) -> str:
             together.wait(5)
             if region.name.endswith(str(slow)):
                 time.sleep(0.05)
             raise KconvError(region.name)
 
-        put_zeros = put
-
-        def finished(self, slab: Slab) -> None: ...
-
-    class Bytes:
-        where = ""
-
-        def read_into(self, name: str, offset: int, buffer: memoryview) -> None: ...
-
     with pytest.raises(KconvError, match=r"0\.0\.0"):
-        execute([stream(0, 1, 3)], Bytes(), Sink(), workers=3)  # type: ignore[arg-type]
+        execute([stream(0, 1, 3)], Zeros(), Failing(), workers=3)
