@@ -15,11 +15,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from kconv.errors import KconvError
+from kconv.modeling import peft_targets
 from kconv.modeling import segments as seg
 from kconv.modeling.arguments import LOSS, PACKING, boundaries, check_keywords
 from kconv.modeling.cache import KimiK3Cache
 from kconv.modeling.compat import CACHE_NAME
-from kconv.modeling.config import KimiK3TextConfig
+from kconv.modeling.config import KimiK3TextConfig, check
 from kconv.modeling.dtypes import widen
 from kconv.modeling.init import initialise
 from kconv.modeling.kda import KimiDeltaAttention
@@ -48,6 +49,11 @@ class KimiK3PreTrainedModel(StrictPreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
 
+    def post_init(self) -> None:
+        """Transformers' last step of construction; PEFT is told which modules to adapt by default."""
+        peft_targets.register(self.config.model_type)
+        super().post_init()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if not initialise(module, self.config.initializer_range):
@@ -61,11 +67,12 @@ class KimiK3PreTrainedModel(StrictPreTrainedModel):
 
 
 class KimiK3TextModel(KimiK3PreTrainedModel):
-    """Embedding, decoder layers, final mix and norm."""
+    """Embedding, decoder layers, final mix and norm; raises Problems for a config that was changed into one of no model."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # a checkpoint with a head holds this model too
 
     def __init__(self, config: KimiK3TextConfig) -> None:
+        check(config)
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))

@@ -190,6 +190,11 @@ class DraftConfig(PreTrainedConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
+    def num_target_layers(self) -> int | None:
+        """The target's depth, under the name that trainers read (the number of taps in some published files)."""
+        return self.target_num_hidden_layers
+
+    @property
     def causal_layers(self) -> list[bool]:
         """Per layer, whether a block position sees only earlier positions."""
         return self.layer_is_causal or [self.is_causal] * self.num_hidden_layers
@@ -271,6 +276,22 @@ def _check_rope(rope: Any) -> None:
     low = [k for k in ("factor", "original_max_position_embeddings") if (rope.get(k) or 0) <= 0]
     if low:
         raise DraftConfigError(f"YaRN needs {' and '.join(low)} above 0, the config has {[rope.get(k) for k in low]}")
+
+
+def spread_taps(target_layers: int, draft_layers: int) -> list[int]:
+    """DFlash's rule for a draft that names no taps: one for each of its layers, from layer 1 to the target's third last.
+
+    Raises DraftConfigError where the target is too shallow for as many different ones.
+    """
+    if draft_layers == 1:
+        return [target_layers // 2]
+    step = (target_layers - 4) / (draft_layers - 1)
+    ids = [round(1 + i * step) for i in range(draft_layers)]
+    if len(set(ids)) < draft_layers or target_layers < 4:
+        raise DraftConfigError(
+            f"{draft_layers} taps cannot be spread over a target of {target_layers} layers", hint="give target_layer_ids"
+        )
+    return ids
 
 
 def check_taps(ids: Sequence[int] | None, depth: int | None) -> None:

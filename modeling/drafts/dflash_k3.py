@@ -10,14 +10,16 @@ says so, therefore this one does (`mla_norm_eps`).
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kconv.modeling.drafts.config import DraftConfig, DraftConfigError, require_mask
+from kconv.modeling.drafts.config import DraftConfig, DraftConfigError, require_mask, spread_taps
 from kconv.modeling.drafts.layer import DraftDecoderLayer
 from kconv.modeling.drafts.mla import MLADraftAttention
 from kconv.modeling.drafts.model import BlockDraftModel
 
+logger = logging.getLogger("kconv.modeling")
 TEXT_TYPES = ("kimi_linear", "kimi_k3_text")
 FROM_TARGET = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
@@ -121,7 +123,8 @@ def build_kimi_k3_dflash_draft_config(
         num_draft_layers: layers of the draft.
         num_target_layers: layers of the target's text model.
         block_size: positions of one block, the anchor's included.
-        dflash_config: `mask_token_id`, `target_layer_ids`, optionally the logit transform.
+        dflash_config: `mask_token_id`, optionally the logit transform and `target_layer_ids`; without them DFlash's rule
+            spreads one tap a draft layer over the target, and a warning says which.
         attention_backend: only `sdpa` takes the dense additive mask.
         capture_stream: what is tapped: NeMo's hook reads the running prefix.
 
@@ -133,6 +136,9 @@ def build_kimi_k3_dflash_draft_config(
         raise DraftConfigError(f"attention_backend {attention_backend!r} takes no dense additive mask", hint="use sdpa")
     geometry = {k: copy.deepcopy(v) for k in FROM_TARGET if (v := _read(target_config, k)) is not None}
     nested = copy.deepcopy(dict(dflash_config))
+    if nested.get("target_layer_ids") is None:
+        nested["target_layer_ids"] = spread_taps(num_target_layers, num_draft_layers)
+        logger.warning("the draft taps target layers %s, by DFlash's rule: none were given", nested["target_layer_ids"])
     if nested.setdefault("block_size", block_size) != block_size:
         raise DraftConfigError(f"block_size is {block_size} and {nested['block_size']} in dflash_config")
     keys: dict[str, Any] = {**geometry, "dflash_config": nested}

@@ -46,6 +46,7 @@ class BlockDraftModel(StrictPreTrainedModel):
     config: DraftConfig
 
     def __init__(self, config: DraftConfig) -> None:
+        config.check()  # it may have been changed since it was made
         super().__init__(config)
         width = config.target_hidden_size or config.hidden_size
         taps = self.tap_count(config)
@@ -66,6 +67,16 @@ class BlockDraftModel(StrictPreTrainedModel):
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self.extra_modules(config)
         self.post_init()
+
+    @property
+    def input_embedding_scale(self) -> float:
+        """What embedded blocks are multiplied by; trainers that embed them themselves read it here."""
+        return self.config.input_embedding_scale
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        """The tapped target layers (0-based outputs, in order); raises where the checkpoint leaves their meaning open."""
+        return list(self.config.taps())
 
     def extra_modules(self, config: DraftConfig) -> None:
         """Heads that a family adds, built before weights are initialised."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from kconv.errors import KconvError
-from kconv.modeling import KimiK3TextConfig
+from kconv.errors import KconvError, Problems
+from kconv.modeling import KimiK3ForCausalLM, KimiK3TextConfig
 from tests.modeling.published import GOLDEN
 from tests.modeling.tiny import K3, LINEAR, LINEAR_48B
 
@@ -137,3 +137,10 @@ def test_all_problems_at_once() -> None:
 def test_not_a_kimi_config() -> None:
     with pytest.raises(KconvError, match="neither Kimi K3 nor Kimi-Linear"):
         KimiK3TextConfig.from_k3({"model_type": "llama", "hidden_size": 8})
+
+
+def test_a_config_changed_after_it_was_made_is_checked_again() -> None:
+    config = KimiK3TextConfig(**K3)
+    config.num_attention_heads = 0
+    with pytest.raises(Problems, match="num_attention_heads = 0"):
+        KimiK3ForCausalLM(config)

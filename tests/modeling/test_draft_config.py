@@ -243,3 +243,21 @@ def test_a_config_survives_transformers(tmp_path: Path, model_type: str) -> None
     ):
         assert key in written
     assert isinstance(second, DraftConfig)
+
+
+def test_a_builder_that_is_given_no_taps_spreads_them_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    config = KimiK3TextConfig()
+    made = build(config, num_draft_layers=5, num_target_layers=93, dflash_config={"mask_token_id": 96})
+    assert made.target_layer_ids == [1, 23, 46, 68, 90]
+    assert made.num_target_layers == 93
+    assert "[1, 23, 46, 68, 90]" in caplog.text
+    refuses(
+        "cannot be spread", lambda: build(config, num_draft_layers=5, num_target_layers=5, dflash_config={"mask_token_id": 96})
+    )
+
+
+def test_a_config_changed_after_it_was_made_is_checked_again() -> None:
+    config = k25(num_hidden_layers=6)
+    config.mask_token_id = -1
+    with pytest.raises(DraftConfigError, match="mask_token_id -1"):
+        DFlashKimiK25(config)

@@ -119,3 +119,49 @@ def test_masks_equal_nemo(causal: bool, window: int | None, packed: bool) -> Non
     ours = block_mask(anchors, keep, S, BLOCK, causal=causal, window=window, documents=documents if packed else None)
     assert torch.equal(theirs, ours)
     assert ours.shape == (B, 1, 3 * BLOCK, S + 3 * BLOCK)
+
+
+def drafts(kind: str) -> Any:
+    from kconv.modeling.drafts.dflash import DFlashConfig, DFlashDraftModel
+    from kconv.modeling.drafts.dflash_k3 import KimiK3DFlashConfig, KimiK3DFlashDraftModel
+
+    shared: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "mask_token_id": 96, "target_layer_ids": [0, 2], "block_size": 4, "target_num_hidden_layers": 7,
+        "input_embedding_scale": 2.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "gqa":
+        return DFlashDraftModel(DFlashConfig(**shared, num_key_value_heads=2, head_dim=12))
+    mla: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    return KimiK3DFlashDraftModel(KimiK3DFlashConfig(**shared, **mla))
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+def test_nemos_trainer_trains_our_drafts_unchanged(kind: str) -> None:
+    from nemo_automodel.components.speculative.dflash.core import DFlashTrainerModule
+
+    draft = drafts(kind)
+    head, table = torch.nn.Linear(48, 97, bias=False), torch.nn.Embedding(97, 48)
+    trainer = DFlashTrainerModule(draft, head, table, 96, block_size=4, attention_backend="sdpa", num_anchors=3)
+    ids, states = torch.randint(0, 90, (2, 20)), torch.randn(2, 20, 96)
+    optimizer, losses = torch.optim.Adam(draft.parameters(), lr=1e-2), []
+    for _ in range(6):
+        torch.manual_seed(1)
+        loss = trainer(ids, states, torch.ones(2, 20)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None for p in draft.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+    assert (draft.target_layer_ids, draft.config.num_target_layers, draft.input_embedding_scale) == ([0, 2], 7, 2.0)
+
+
+@pytest.mark.parametrize("target, layers", [(93, 5), (93, 1), (61, 6), (27, 3), (7, 2)])
+def test_taps_that_nobody_names_are_spread_as_nemo_spreads_them(target: int, layers: int) -> None:
+    from nemo_automodel.components.speculative.dflash.draft_qwen3 import build_target_layer_ids
+
+    from kconv.modeling.drafts.config import spread_taps
+
+    assert spread_taps(target, layers) == build_target_layer_ids(target, layers)
