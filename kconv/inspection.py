@@ -18,9 +18,10 @@ def inspect(source: Any) -> dict[str, Any]:
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for entry in checkpoint.entries.values():
-        counts[entry.spec.dtype] += 1
-        sizes[entry.spec.dtype] += entry.spec.nbytes
+    for group in checkpoint.alike:
+        spec, count = group.entry.spec, len(group.names)
+        counts[spec.dtype] += count
+        sizes[spec.dtype] += count * spec.nbytes
     try:
         family = adapter_for(checkpoint).describe(checkpoint)
         family |= {"notes": [*family["notes"], *_doubts(checkpoint)]}

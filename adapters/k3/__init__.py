@@ -126,7 +126,8 @@ def _drops(source: K3Source, options: Options, rules: list[Rule], backward: bool
 def _surplus(source: K3Source, rules: list[Rule], backward: bool) -> dict[str, tuple[str, ...]]:
     """Scales that no rule reads: of a sidecar, and of activations where the weights lose the form they belong to."""
     entries, outside = source.checkpoint.entries, {*source.outside, *source.vision, *source.beyond}
-    scales = {n for n, e in entries.items() if e.file.startswith(SIDECAR) or n.endswith(tuple(f".{s}" for s in ACTIVATIONS))}
+    ends = tuple(f".{s}" for s in ACTIVATIONS)
+    scales = {n for a in source.checkpoint.alike if a.entry.file.startswith(SIDECAR) or a.name.endswith(ends) for n in a.names}
     scales -= outside
     for made in rules if scales else ():
         for binding in made.bindings():
@@ -161,7 +162,7 @@ def _refuse_without_effect(source: K3Source, options: Options, rows: RowRules, e
             f"--weights {options.weights}: the native layout keeps weights other than experts plain",
             hint="--to hf or --to hf-text writes them so",
         )
-    carried = any(e.file.startswith(SIDECAR) for e in source.checkpoint.entries.values())
+    carried = any(a.entry.file.startswith(SIDECAR) for a in source.checkpoint.alike)
     if not options.sidecar and not (rows.decodes or experts.decodes or carried):
         raise KconvError(
             "--no-sidecar: no quantised weight is decoded here, so there is no sidecar to leave out",

@@ -60,7 +60,7 @@ def recognised(checkpoint: Checkpoint) -> bool:
 
 def has_indexer(checkpoint: Checkpoint) -> bool:
     """Whether any tensor is an indexer's."""
-    return any(PART in name for name in checkpoint.entries)
+    return any(PART in a.name for a in checkpoint.alike)
 
 
 def indexer(checkpoint: Checkpoint, text: Config, root: str, options: Options,
@@ -68,7 +68,7 @@ def indexer(checkpoint: Checkpoint, text: Config, root: str, options: Options,
     """The native `indexer_config`; None where there is no indexer. What is missing or contradictory goes to `problems`."""
     if isinstance(text.get("indexer_config"), dict):
         return text["indexer_config"]
-    names = [n for n in checkpoint.entries if PART in n]
+    names = [n for a in checkpoint.alike if PART in a.name for n in a.names]
     if not names:
         _refuse_without(checkpoint, options, problems)
         return None

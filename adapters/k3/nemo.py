@@ -45,7 +45,7 @@ SWAPPED = Transpose((0, 2, 1))
 
 def is_nemo(checkpoint: Checkpoint) -> bool:
     """Whether the names are NeMo AutoModel's."""
-    return any("._fp32_params." in n or n.endswith(tuple(EXPERTS.values())) for n in checkpoint.entries)
+    return any("._fp32_params." in n or n.endswith(tuple(EXPERTS.values())) for n in (a.name for a in checkpoint.alike))
 
 
 def as_native(checkpoint: Checkpoint) -> Checkpoint:

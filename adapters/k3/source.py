@@ -214,16 +214,16 @@ def _read_forms(source: K3Source, reader: Reader) -> None:
 def _activations(source: K3Source, forms: Forms) -> None:
     """Activation scales outside the routed experts."""
     prefix, moe, layers = source.side.root + "layers.", source.side.moe, set(source.inside(source.layout.kinds["layer"]))
-    for name, entry in source.checkpoint.entries.items():
-        if name.rpartition(".")[2] in ACTIVATIONS and name.startswith(prefix):
-            layer, _, tail = name[len(prefix) :].partition(".")
-            if number(layer) in layers and not tail.startswith(f"{moe}experts."):
-                forms.activations.setdefault(tail.replace(moe, "mlp.", 1), {})[int(layer)] = entry.spec
+    for name, entry in ((n, source.checkpoint.entries[n]) for a in source.checkpoint.alike
+                        if a.name.rpartition(".")[2] in ACTIVATIONS and a.name.startswith(prefix) for n in a.names):  # fmt: skip
+        layer, _, tail = name[len(prefix) :].partition(".")
+        if number(layer) in layers and not tail.startswith(f"{moe}experts."):
+            forms.activations.setdefault(tail.replace(moe, "mlp.", 1), {})[int(layer)] = entry.spec
 
 
 def _published(checkpoint: Checkpoint, problems: list[str]) -> Side:
     """The published spelling of this checkpoint's names."""
-    found = [(r, h) for r, h in ROOTS if any(n.startswith(r + "layers.") for n in checkpoint.entries)]
+    found = [(r, h) for r, h in ROOTS if any(a.name.startswith(r + "layers.") for a in checkpoint.alike)]
     if not found:
         some = ", ".join(list(checkpoint.entries)[:3])
         raise KconvError(f"{checkpoint.where}: no decoder layers under any known root; names are like {some}")
@@ -231,10 +231,12 @@ def _published(checkpoint: Checkpoint, problems: list[str]) -> Side:
         problems.append(checks.two_roots(checkpoint, [r for r, _ in found]))
     root, head = found[0]
     checks.own_names(checkpoint)
-    plain, dotted = ([n for n in checkpoint.entries if n.endswith(tuple(ends))] for ends in (DOTTED, DOTTED.values()))
+    plain, dotted = (
+        [n for a in checkpoint.alike if a.name.endswith(tuple(ends)) for n in a.names] for ends in (DOTTED, DOTTED.values())
+    )
     if plain and dotted:
         problems.append(checks.two_spellings(checkpoint, plain, dotted))
-    dense = any(n.endswith(".block_sparse_moe.gate_proj.weight") for n in checkpoint.entries)
+    dense = any(a.name.endswith(".block_sparse_moe.gate_proj.weight") for a in checkpoint.alike)
     return Side("hf" if root != "model." else "hf-text", root, head, len(dotted) > len(plain), dense)
 
 
@@ -255,29 +257,37 @@ def _scan(source: K3Source) -> None:
     formats: dict[int, set[str]] = {}
     moe, native = source.side.moe.rstrip("."), source.side.name == "native"
     vision = VISION_ROOTS + tuple("model." + r for r in VISION_ROOTS)
-    for name, entry in source.checkpoint.entries.items():
+    for alike in source.checkpoint.alike:
+        name, entry = alike.name, alike.entry
         if name.startswith(vision):
-            source.vision.append(name)
+            source.vision += alike.names
         if not name.startswith(prefix):
             continue
         parts = name[len(prefix) :].split(".")
         layer = number(parts[0])
         if layer is not None and layer >= source.depth:
-            source.beyond.append(name)
+            source.beyond += alike.names
         elif source.span and layer is not None and not source.span[0] <= layer <= source.span[1]:
-            source.outside.append(name)
+            source.outside += alike.names
         elif layer is None or parts[1:3] != [moe, "experts"] or len(parts) < 4:
             continue
         elif native:
             seen[layer] = range(entry.spec.shape[0] if entry.spec.shape else 0)
             formats.setdefault(layer, set()).add(_native_format(parts[3]))
-        elif (expert := number(parts[3])) is not None:
-            seen.setdefault(layer, set()).add(expert)  # type: ignore[union-attr]
+        elif alike.numbers:
+            seen.setdefault(layer, set()).update(alike.numbers)  # type: ignore[union-attr]
             if len(parts) == 6 and not entry.file.startswith(SIDECAR):
                 source.found.setdefault(layer, Found()).add(parts[4], parts[5], entry.spec)
+    source.vision, source.outside, source.beyond = (_in_order(source, n) for n in (source.vision, source.outside, source.beyond))
     for layer in source.inside(source.layout.kinds["moe"]):
         source.experts[layer] = _count(source, layer, seen.get(layer, set()), formats.get(layer, set()) - {"scale"})
     _compare_with_config(source)
+
+
+def _in_order(source: K3Source, names: list[str]) -> list[str]:
+    """Names as the checkpoint has them: a plan's digest is made of what it drops, in that order."""
+    held = set(names)
+    return [n for n in source.checkpoint.entries if n in held] if held else []
 
 
 def _native_format(name: str) -> str:

@@ -57,8 +57,8 @@ def two_spellings(checkpoint: Checkpoint, plain: Sequence[str], dotted: Sequence
 
 def own_names(checkpoint: Checkpoint) -> None:
     """Refuses names of Transformers' own modules, which `save_pretrained` writes only when it is told to."""
-    own = [n for n in checkpoint.entries if ".self_attn.forget_gate." in n]
-    if own:
+    if any(".self_attn.forget_gate." in a.name for a in checkpoint.alike):
+        own = [n for n in checkpoint.entries if ".self_attn.forget_gate." in n]
         raise KconvError(
             f"{checkpoint.where} has the names of Transformers' own modules ({example(checkpoint, own)}), not the published ones",
             hint="load it with Transformers and save it again: save_pretrained(folder) without save_original_format=False",

@@ -28,6 +28,7 @@ COUNTED = 16 << 20  # a longer header is counted before it is parsed: empty list
 SPARE = 100_000
 MAX_DIMENSION = 1 << 62
 MAX_AXES = 64
+Seen = dict[tuple[Any, ...], Spec]
 KEYS = (b"dtype", b"shape", b"data_offsets")
 
 PAGED = 64 << 10
@@ -42,18 +43,25 @@ class Header:
     problem: str = ""
 
 
-def read_tensors(files: Files, shard: str) -> Header:
-    """The tensors of a file; raises ValueError saying what is wrong where its header cannot be trusted."""
+def read_tensors(files: Files, shard: str, seen: Seen | None = None) -> Header:
+    """The tensors of a file; raises ValueError saying what is wrong where its header cannot be trusted.
+
+    `seen` holds the specs of the files before, so that equal specs of a checkpoint are one object.
+    """
     size = files.size(shard)
     header, base = read_header(files, shard, size)
     _check_names(header)
     rows = sorted((_offsets(name, info), name) for name, info in header.items() if name != "__metadata__")
     found, at = Header(), 0
-    specs: dict[tuple[Any, ...], Spec] = {}
+    specs = {} if seen is None else seen
+    sizes: dict[int, int] = {}
     for (start, end), name in rows:
         info = header[name]
         spec = _spec(name, info, specs)
-        if start != at or end - start != spec.nbytes:
+        size_of = sizes.get(id(spec))
+        if size_of is None:
+            size_of = sizes[id(spec)] = spec.nbytes
+        if start != at or end - start != size_of:
             raise ValueError(_offset_problem(name, spec, start, end, at))
         at = end
         found.tensors.append((name, spec, base + start))
@@ -78,12 +86,16 @@ def _offsets(name: str, info: Any) -> tuple[int, int]:
     return start, end
 
 
-def _spec(name: str, info: dict[str, Any], seen: dict[tuple[Any, ...], Spec]) -> Spec:
+def _spec(name: str, info: dict[str, Any], seen: Seen) -> Spec:
+    shape = info.get("shape")
+    if type(shape) is not list:
+        return _checked_spec(name, info.get("dtype"), shape)
+    key = (info.get("dtype"), *shape, *map(type, shape))  # True and 1.0 equal 1, and are no counts
     try:
-        return seen[info["dtype"], *info["shape"]]
+        return seen[key]
     except (KeyError, TypeError):
-        spec = _checked_spec(name, info.get("dtype"), info.get("shape"))
-    return seen.setdefault((spec.dtype, *spec.shape), spec)
+        spec = seen[key] = _checked_spec(name, info.get("dtype"), shape)
+    return spec
 
 
 def _checked_spec(name: str, dtype: Any, shape: Any) -> Spec:

@@ -18,12 +18,13 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from kconv.checkpoint import headers
 from kconv.checkpoint.manifest import checked
 from kconv.errors import KconvError, Problems, Unreadable
-from kconv.names import folded
+from kconv.names import folded, number
 from kconv.spec import Spec
 from kconv.storage import json_text, safe_paths
 from kconv.storage.files import Files
@@ -58,6 +59,16 @@ class Entry:
     start: int
 
 
+@dataclass(slots=True)
+class Alike:
+    """Tensors whose names differ only in an expert's number, of one spec and in one file: the first, all names, the numbers."""
+
+    name: str
+    entry: Entry
+    names: list[str]
+    numbers: list[int]
+
+
 @dataclass
 class Checkpoint:
     """What the headers, the config and the manifest of a checkpoint say; no tensor data."""
@@ -78,7 +89,27 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(entry.spec.nbytes for entry in self.entries.values())
+        return sum(group.entry.spec.nbytes * len(group.names) for group in self.alike)
+
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """All tensors, those of a layer's experts taken together: what holds of one name's words holds of its group's."""
+        groups: dict[tuple[str, str, str, int], Alike] = {}
+        known: dict[str, int | None] = {"": None}
+        for name, entry in self.entries.items():
+            head, _, rest = name.partition(".experts.")
+            expert, _, tail = rest.partition(".")
+            if expert not in known:
+                known[expert] = number(expert)
+            which = known[expert]
+            key = (name, "", "", -1) if which is None else (head, tail, entry.file, id(entry.spec))
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = Alike(name, entry, [], [])
+            group.names.append(name)
+            if which is not None:
+                group.numbers.append(which)
+        return list(groups.values())
 
     def json(self, name: str) -> dict[str, Any] | None:
         """The object in a JSON file beside the weights, None where there is no such file."""
@@ -171,8 +202,9 @@ def _entries(files: Files, shards: list[str], index: Mapping[str, str] | None, f
     entries: dict[str, Entry] = {}
     unreadable: set[str] = set()
     elsewhere: list[tuple[str, str]] = []
+    specs: headers.Seen = {}
     for shard in shards:
-        header = _header(files, shard, faults)
+        header = _header(files, shard, faults, specs)
         if header is None:
             unreadable.add(shard)
             continue
@@ -190,9 +222,9 @@ def _entries(files: Files, shards: list[str], index: Mapping[str, str] | None, f
     return entries
 
 
-def _header(files: Files, shard: str, faults: Faults) -> headers.Header | None:
+def _header(files: Files, shard: str, faults: Faults, specs: headers.Seen) -> headers.Header | None:
     try:
-        header = headers.read_tensors(files, shard)
+        header = headers.read_tensors(files, shard, specs)
     except ValueError as e:
         faults.add("file", [f"{shard}: {e}"])
         return None

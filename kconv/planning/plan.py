@@ -37,7 +37,7 @@ class Plan:
         self.targets: dict[str, Target] = {}
         self.findings = Findings(other=list(layouts.problems), file_of=self._file_of)
         self.dropped = [n for d in layouts.drops for n in d.names]
-        self._claimed: set[str] = set()
+        self._claimed: set[int] = set()  # ids of entries: the checkpoint keeps them alive
         self._memo: dict[tuple[Iso, Specs, bool], Specs | str] = {}
         self._expand()
 
@@ -83,7 +83,8 @@ class Plan:
         }
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode())
         entries = self.source.entries
-        digest.update("\n".join(f"{n} {entries[n].spec.dtype} {entries[n].spec.shape}" for n in sorted(entries)).encode())
+        said = {id(s): f" {s.dtype} {s.shape}" for s in {id(e.spec): e.spec for e in entries.values()}.values()}
+        digest.update("\n".join([name + said[id(entries[name].spec)] for name in sorted(entries)]).encode())
         return digest.hexdigest()
 
     def summary(self) -> dict[str, Any]:
@@ -110,10 +111,22 @@ class Plan:
             rule = self.layouts.rules[position]
             (self._expand_backward if self.backward else self._expand_forward)(rule, binding)
         dropped = set(self.dropped)
-        self.findings.twice += [n for n in self.dropped if n in self._claimed]
-        self.findings.unclaimed += [n for n in self.source.entries if n not in self._claimed and n not in dropped]
+        entries = self.source.entries
+        self.findings.twice += [n for n in self.dropped if id(entries.get(n)) in self._claimed]
+        self.findings.unclaimed += [n for n, e in entries.items() if id(e) not in self._claimed and n not in dropped]
 
     def _expand_forward(self, rule: Rule, binding: Binding) -> None:
+        lefts = self._claim_alike(rule, binding) or self._claim_each(rule, binding)
+        names = rule.left_names(binding, rule.domain[0])
+        if lefts is None or not self._expected(rule, lefts, names):
+            return
+        rights = [self._specs(rule.iso, piece, False, names[i]) for i, piece in enumerate(lefts)]
+        if any(r is None for r in rights):
+            return
+        self._add(Edge(rule, binding, lefts, rights), rule.right_names(binding))  # type: ignore[arg-type]
+
+    def _claim_each(self, rule: Rule, binding: Binding) -> list[Specs] | None:
+        """Claim the left operands element by element, saying what is wrong; the first element's specs if all are there."""
         found: list[list[Specs]] = []
         for value in rule.domain:
             names = rule.left_names(binding, value)
@@ -123,13 +136,27 @@ class Plan:
             found.append(pieces)
             if pieces != found[0]:
                 self._differs(names, found[0], pieces)
-        names = rule.left_names(binding, rule.domain[0])
-        if len(found) != len(rule.domain) or not self._expected(rule, found[0], names):
-            return
-        rights = [self._specs(rule.iso, piece, False, names[i]) for i, piece in enumerate(found[0])]
-        if any(r is None for r in rights):
-            return
-        self._add(Edge(rule, binding, found[0], rights), rule.right_names(binding))  # type: ignore[arg-type]
+        return found[0] if len(found) == len(rule.domain) else None
+
+    def _claim_alike(self, rule: Rule, binding: Binding) -> list[Specs] | None:
+        """Claim a whole stack at once; None, and nothing claimed, unless all are there, unclaimed, and of one spec an operand."""
+        if not rule.stack:
+            return None
+        get, mine, lefts = self.source.entries.get, list[int](), list[Specs]()
+        for piece in rule.left_columns(binding):
+            specs = []
+            for column in piece:
+                entries = list(map(get, column))
+                if not all(entries) or len({id(e.spec) for e in entries}) != 1:  # type: ignore[union-attr]
+                    return None
+                specs.append(entries[0].spec)  # type: ignore[union-attr]
+                mine += map(id, entries)
+            lefts.append(tuple(specs))
+        claimed = set(mine)
+        if len(claimed) < len(mine) or not self._claimed.isdisjoint(claimed):
+            return None
+        self._claimed |= claimed
+        return lefts
 
     def _expand_backward(self, rule: Rule, binding: Binding) -> None:
         names = rule.right_names(binding)
@@ -180,10 +207,10 @@ class Plan:
         for name, entry in zip(names, entries, strict=True):
             if entry is None:
                 self.findings.missing.append(name)
-            elif name in self._claimed:
+            elif id(entry) in self._claimed:
                 self.findings.twice.append(name)
             else:
-                self._claimed.add(name)
+                self._claimed.add(id(entry))
         return None if None in entries else tuple(e.spec for e in entries if e is not None)
 
     def _specs(self, iso: Iso, specs: Specs, backward: bool, names: Sequence[str]) -> Specs | None:

@@ -68,6 +68,13 @@ class Rule:
             binding = {**binding, self.stack[0]: value}  # type: ignore[dict-item]
         return [[name.format_map(binding) for name in piece] for piece in self.left]
 
+    def left_columns(self, binding: Binding) -> list[list[list[str]]]:
+        """The names of `left_names` of a stacked rule, each operand's over the whole stack."""
+        index, domain = self.stack or ("", ())
+        gap, values = {**binding, index: "\0"}, list(map(str, domain))
+        pieces = [[name.format_map(gap).split("\0") for name in piece] for piece in self.left]  # type: ignore[arg-type]
+        return [[[value.join(parts) for value in values] for parts in piece] for piece in pieces]
+
     def right_names(self, binding: Binding) -> list[str]:
         """Names of the right operands."""
         return [name.format_map(binding) for name in self.right]
