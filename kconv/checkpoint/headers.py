@@ -88,7 +88,7 @@ def _offsets(name: str, info: Any) -> tuple[int, int]:
 
 def _spec(name: str, info: dict[str, Any], seen: Seen) -> Spec:
     shape = info.get("shape")
-    if type(shape) is not list:
+    if type(shape) is not list or len(shape) > MAX_AXES:
         return _checked_spec(name, info.get("dtype"), shape)
     key = (info.get("dtype"), *shape, *map(type, shape))  # True and 1.0 equal 1, and are no counts
     try:

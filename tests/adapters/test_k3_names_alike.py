@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import kconv
-from kconv.source import Checkpoint, Entry, open_checkpoint
+from kconv.checkpoint.reading import Checkpoint, Entry, open_checkpoint
 from kconv.spec import Spec
 
 

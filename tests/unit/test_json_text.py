@@ -93,6 +93,15 @@ def test_a_header_that_the_safetensors_library_would_not_read_is_refused(tmp_pat
         open_checkpoint(tmp_path / "src")
 
 
+@pytest.mark.parametrize("shape", [[True], [1.0], "", {}], ids=str)
+def test_a_shape_that_equals_one_before_it_and_is_no_list_of_counts_is_refused(tmp_path: Path, shape: Any) -> None:
+    before = {"a": ROW, "b": ROW | {"shape": [], "data_offsets": [4, 8]}}
+    blob = json.dumps(before | {"c": ROW | {"shape": shape, "data_offsets": [8, 12]}}).encode()
+    source = LocalFiles(shard(tmp_path / "src", blob, bytes(12)))
+    with pytest.raises(ValueError, match=r"tensor c has the shape .*, which is no list of counts"):
+        read_tensors(source, "model.safetensors")
+
+
 def test_a_header_over_the_limit_is_called_too_long_and_not_truncated(tmp_path: Path) -> None:
     file = shard(tmp_path / "src", b"") / "model.safetensors"
     file.write_bytes(struct.pack("<Q", MAX_HEADER + 1))
