@@ -15,16 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kconv.adapters.k2.config import config_edits, hf_text_config, native_config, published_config
+from kconv.adapters.k2.config import config_edits, hf_text_config, native_config, published_config, vision_config
 from kconv.adapters.k2.source import K2Source, Side, read_source
-from kconv.adapters.k2.table import EXPERTS, STACKED
-from kconv.adapters.k2.vision import vision_rules
+from kconv.adapters.k2.table import EXPERTS, STACKED, VISION_ROOTS
+from kconv.adapters.k2.vision import Renaming
 from kconv.adapters.tables import checks
 from kconv.adapters.tables.edits import put
 from kconv.adapters.tables.rows import Row
 from kconv.adapters.weights.forms import Form, plain
 from kconv.adapters.weights.inventory import SIDECAR, described
 from kconv.adapters.weights.rules import DTYPES, Reforming
+from kconv.adapters.weights.vision import VisionRules
 from kconv.checkpoint.reading import Checkpoint
 from kconv.checkpoint.side_files import without_tokenizer
 from kconv.errors import KconvError
@@ -48,7 +49,7 @@ def layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
     left, right = (target, source.side) if backward else (source.side, target)
     made = _Rules(source, options, left, right, backward)
     rules = [*made.rows(), *made.experts(), *made.carried()]
-    rules += vision_rules(source, to_native=options.to == "native") if vision else []
+    rules += _vision_rules(source, options) if vision else []
     return Layouts(
         family=FAMILY,
         source_layout=source.side.name,
@@ -56,7 +57,7 @@ def layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
         rules=rules,
         backward=backward,
         drops=_drops(source, rules, backward, vision),
-        config=_config(source, options, vision, quantized=any(not f.plain for f in made.forms)),
+        config=_config(source, options, vision, quantized=any(not f.plain for f in made.forms) or _keeps_codes(source, options)),
         facts=source.facts | {"target_root": target.root},
         notes=source.notes + without_tokenizer(checkpoint),
         problems=source.problems,
@@ -78,6 +79,24 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "notes": source.notes,
         "problems": source.problems,
     }
+
+
+def _vision_rules(source: K2Source, options: Options) -> Iterator[Rule]:
+    """The rules of every vision tensor: renamed and reordered, or between layouts that name them alike."""
+    if source.native == (options.to == "native"):
+        return VisionRules(
+            source.tower, source.checkpoint, source.forms, options, native=source.native, dtype=source.dtype, group="model"
+        ).rules()
+    return Renaming(
+        source.checkpoint, vision_config(source.original_config), source.layout.sizes["C"], source.forms, options,
+        source.native, source.dtype,
+    ).rules()  # fmt: skip
+
+
+def _keeps_codes(source: K2Source, options: Options) -> bool:
+    """Whether a vision weight stays quantised in the target."""
+    quantised = any(name.startswith(VISION_ROOTS) for name in source.forms.rows)
+    return quantised and source.keeps_vision(options) and options.to == "hf" and not options.dtype
 
 
 def _target(source: K2Source, options: Options, vision: bool) -> Side:
@@ -187,7 +206,10 @@ class _Rules:
             return
         for name, entry in self.source.checkpoint.entries.items():
             if entry.file.startswith(SIDECAR):
-                yield rule(name, self.right.root + name.removeprefix(self.left.root), group=("sidecar",))
+                mine = name.startswith(self.left.root + "layers.")
+                to = self.right.root + name.removeprefix(self.left.root) if mine else name
+                if mine or self.source.keeps_vision(self.options):
+                    yield rule(name, to, group=("sidecar",))
 
 
 def _refuse(source: K2Source, options: Options) -> None:
@@ -226,6 +248,7 @@ def _drops(source: K2Source, rules: list[Rule], backward: bool, vision: bool) ->
     drops = {
         "vision left out (--vision drop)": source.vision if not vision else [],
         "outside --layers": source.outside,
+        "stored in no form that can be read": [n for names in source.forms.unread.values() for n in names],
         "sidecar scales, not needed by this target": sorted(sidecar),
         "activation scales, of no use to decoded weights": source.activations,
     }

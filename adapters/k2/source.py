@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters.k2.config import text_config
+from kconv.adapters.k2.config import text_config, vision_config
 from kconv.adapters.k2.table import VISION_ROOTS, k2_layout
+from kconv.adapters.k2.vision import native_shapes, published_shapes
 from kconv.adapters.tables import checks
 from kconv.adapters.tables.config import Config, quantization
 from kconv.adapters.tables.rows import K3Layout, Row
 from kconv.adapters.weights.declared import says
 from kconv.adapters.weights.forms import ACTIVATIONS
 from kconv.adapters.weights.inventory import NO_LAYER, SIDECAR, Forms, Found, Reader, from_facts
+from kconv.adapters.weights.vision import Tower, read_forms, tower, vision_names
 from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError
 from kconv.names import number
@@ -69,6 +71,7 @@ class K2Source:
     counts: dict[int, int] = field(default_factory=dict)
     found: dict[int, Found] = field(default_factory=dict)
     vision: list[str] = field(default_factory=list)
+    tower: Tower = field(default_factory=Tower)
     outside: list[str] = field(default_factory=list)
     beyond: list[str] = field(default_factory=list)
     activations: list[str] = field(default_factory=list)
@@ -127,6 +130,8 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K2Source:
     _scan(source)
     checks.beyond(checkpoint, source.beyond, len(layout.kinds["layer"]), problems)
     checks.next_tokens(text, bool(source.beyond), notes)
+    if source.keeps_vision(options):
+        source.tower = _tower(source)
     if native:
         source.forms = from_facts({"formats": [], **facts}, layout.kinds["moe"], layout.experts, checkpoint.where)
         return source
@@ -135,6 +140,14 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K2Source:
     checks.quantized(block, source.forms.quantised(), notes)
     source.facts = {"root": root, "head": head, "formats": source.forms.to_json()}
     return source
+
+
+def _tower(source: K2Source) -> Tower:
+    """The vision tensors with their shapes; a config that leaves sizes out has Transformers' defaults, which are K2.5's."""
+    shapes = (native_shapes if source.native else published_shapes)(
+        vision_config(source.original_config), source.layout.sizes["C"]
+    )
+    return tower(source.vision, shapes, (), source.notes)
 
 
 def _facts(facts: Config, where: str) -> Config:
@@ -159,9 +172,10 @@ def _root(checkpoint: Checkpoint) -> tuple[str, str]:
 def _scan(source: K2Source) -> None:
     """Count experts per layer; list vision, activation scales and what lies out of range."""
     prefix, depth = source.side.root + "layers.", len(source.layout.kinds["layer"])
+    seen = vision_names(source.checkpoint, VISION_ROOTS)
+    source.vision = [n for n in seen if n.rpartition(".")[2] not in ACTIVATIONS]
+    source.activations += [n for n in seen if n.rpartition(".")[2] in ACTIVATIONS]
     for name, entry in source.checkpoint.entries.items():
-        if name.startswith(VISION_ROOTS):
-            source.vision.append(name)
         if not name.startswith(prefix):
             continue
         parts = name[len(prefix) :].split(".")
@@ -186,6 +200,7 @@ def _scan(source: K2Source) -> None:
 
 def _read_forms(source: K2Source, reader: Reader) -> None:
     """The form of every weight of a published checkpoint."""
+    read_forms(source.tower, source.checkpoint, reader)
     for row in source.layout.rows():
         if len(row.shape) != 2 or (row.kind == "head" and source.tied):
             continue

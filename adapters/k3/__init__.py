@@ -9,7 +9,7 @@
 | `...experts.{e}.w2.weight_packed|_scale` | `mlp.experts.down_proj_packed|_scale` [E, L, ...] | stack |
 | the same pairs | `gate_up_proj`, `down_proj`, and the scales in a sidecar | MXFP4 decode |
 | any weight in FP8, INT4, NVFP4, MXFP4 | the plain weight, and the scales in a sidecar | decode (`formats`, `reforming`) |
-| `vision_tower.*`, `mm_projector.*` | the same names in files of their own, or left out | same bytes |
+| `vision_tower.*`, `mm_projector.*` | the same names in files of their own, or left out | same bytes, or like any weight |
 
 How a weight is stored is decided by the tensors present; the config's ignore list is incomplete.
 """
@@ -17,7 +17,6 @@ How a weight is stored is decided by the tensors present; the config's ignore li
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from kconv.adapters.k3 import nemo
@@ -33,13 +32,14 @@ from kconv.adapters.tables.edits import put, refusals
 from kconv.adapters.weights.declared import HF_QUANT
 from kconv.adapters.weights.forms import ACTIVATIONS
 from kconv.adapters.weights.inventory import SIDECAR, described
+from kconv.adapters.weights.vision import VisionRules
 from kconv.adapters.weights.written import block_of, placed
 from kconv.checkpoint.reading import Checkpoint
 from kconv.checkpoint.side_files import without_tokenizer
 from kconv.errors import KconvError
 from kconv.options import Options
 from kconv.planning.edges import Layouts
-from kconv.planning.rules import Drop, Rule, rule
+from kconv.planning.rules import Drop, Rule
 
 KEPT = "kept"
 NATIVE = Side("native", "model.", "")
@@ -62,9 +62,10 @@ def _layouts(checkpoint: Checkpoint, options: Options) -> Layouts:
     backward = source.side.name == "native" and options.to != "native"
     left, right = (target, source.side) if backward else (source.side, target)
     rows, experts = RowRules(source, left, right, options), ExpertRules(source, left, right, options)
-    rules = [*rows.rules(), *experts.rules(), *_vision(source, options)]
-    _refuse_without_effect(source, options, rows, experts)
-    block = _block(source, rows, experts)
+    vision = VisionRules(source.tower, checkpoint, source.forms, options, native=source.side.name == "native", dtype=source.dtype)
+    rules = [*rows.rules(), *experts.rules(), *vision.rules()]
+    _refuse_without_effect(source, options, rows, experts, vision)
+    block = _block(rows, experts, vision)
     return Layouts(
         family=family(source.layout.config),
         source_layout=source.side.name,
@@ -100,14 +101,6 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _vision(source: K3Source, options: Options) -> Iterator[Rule]:
-    if not source.keeps_vision(options):
-        return
-    native = "native" in (source.side.name, options.to)
-    for name in source.vision:
-        yield rule(name, name, group=("vision" if native else "model",))
-
-
 def _drops(source: K3Source, options: Options, rules: list[Rule], backward: bool) -> list[Drop]:
     drops = []
     if source.vision and not source.keeps_vision(options):
@@ -115,7 +108,7 @@ def _drops(source: K3Source, options: Options, rules: list[Rule], backward: bool
     if source.outside:
         drops.append(Drop(tuple(source.outside), "outside --layers"))
     drops += [Drop(tuple(names), "stored in no form that can be read") for names in source.forms.unread.values()]
-    for reason, names in _surplus(source, rules, backward).items():
+    for reason, names in _surplus(source, options, rules, backward).items():
         drops.append(Drop(names, reason))
     head = source.side.head + checks.HEAD
     if options.tie and source.tied and head in source.checkpoint.entries:
@@ -123,9 +116,10 @@ def _drops(source: K3Source, options: Options, rules: list[Rule], backward: bool
     return drops
 
 
-def _surplus(source: K3Source, rules: list[Rule], backward: bool) -> dict[str, tuple[str, ...]]:
+def _surplus(source: K3Source, options: Options, rules: list[Rule], backward: bool) -> dict[str, tuple[str, ...]]:
     """Scales that no rule reads: of a sidecar, and of activations where the weights lose the form they belong to."""
-    entries, outside = source.checkpoint.entries, {*source.outside, *source.vision, *source.beyond}
+    entries, outside = source.checkpoint.entries, {*source.outside, *source.beyond}
+    outside |= set() if source.keeps_vision(options) else set(source.vision)
     ends = tuple(f".{s}" for s in ACTIVATIONS)
     scales = {n for a in source.checkpoint.alike if a.entry.file.startswith(SIDECAR) or a.name.endswith(ends) for n in a.names}
     scales -= outside
@@ -154,7 +148,8 @@ def _refuse_unused(source: K3Source, options: Options) -> None:
         raise KconvError(f"{asked}: the checkpoint has layers 0-{source.depth - 1}", hint="both ends count, from 0")
 
 
-def _refuse_without_effect(source: K3Source, options: Options, rows: RowRules, experts: ExpertRules) -> None:
+def _refuse_without_effect(source: K3Source, options: Options, rows: RowRules, experts: ExpertRules,
+                           vision: VisionRules) -> None:  # fmt: skip
     if options.experts and not source.experts:
         raise KconvError(f"--experts {options.experts}: the checkpoint has no routed experts", hint="leave the option out")
     if options.weights and options.to == "native":
@@ -163,18 +158,19 @@ def _refuse_without_effect(source: K3Source, options: Options, rows: RowRules, e
             hint="--to hf or --to hf-text writes them so",
         )
     carried = any(a.entry.file.startswith(SIDECAR) for a in source.checkpoint.alike)
-    if not options.sidecar and not (rows.decodes or experts.decodes or carried):
+    if not options.sidecar and not (rows.decodes or experts.decodes or vision.decodes or carried):
         raise KconvError(
             "--no-sidecar: no quantised weight is decoded here, so there is no sidecar to leave out",
             hint="leave the option out, or ask for --experts bf16",
         )
 
 
-def _block(source: K3Source, rows: RowRules, experts: ExpertRules) -> Config | str | None:
+def _block(rows: RowRules, experts: ExpertRules, vision: VisionRules) -> Config | str | None:
     """The target's quantisation block: `KEPT` for the source's own, None for none, or a new one."""
-    if not any(not f.plain for forms in (*rows.forms.values(), experts.forms) for f in forms):
+    held = rows.forms | {name: forms for name, forms in vision.forms.items() if not all(f.plain for f in forms)}
+    if not any(not f.plain for forms in (*held.values(), experts.forms) for f in forms):
         return None
-    return block_of(rows.forms, experts.forms) if rows.changed or experts.changed else KEPT
+    return block_of(held, experts.forms) if rows.changed or experts.changed or vision.changed else KEPT
 
 
 def _config(source: K3Source, options: Options, experts_format: str, block: Config | str | None) -> Config:

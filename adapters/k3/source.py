@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters.k3 import indexer
+from kconv.adapters.k3 import indexer, vision
 from kconv.adapters.k3.config import text_config
 from kconv.adapters.k3.table import VISION_ROOTS, k3_layout
 from kconv.adapters.tables import checks
@@ -25,6 +25,7 @@ from kconv.adapters.tables.rows import K3Layout, Row
 from kconv.adapters.weights.declared import HF_QUANT, disagreement, says
 from kconv.adapters.weights.forms import ACTIVATIONS
 from kconv.adapters.weights.inventory import SIDECAR, Forms, Found, Reader, from_facts
+from kconv.adapters.weights.vision import Tower, read_forms, tower, vision_names
 from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError
 from kconv.names import number, ranges
@@ -80,6 +81,7 @@ class K3Source:
     forms: Forms = field(default_factory=Forms)
     found: dict[int, Found] = field(default_factory=dict)
     vision: list[str] = field(default_factory=list)
+    tower: Tower = field(default_factory=Tower)
     outside: list[str] = field(default_factory=list)
     beyond: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -175,6 +177,8 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     _scan(source)
     checks.beyond(checkpoint, source.beyond, source.depth, problems)
     checks.next_tokens(text, bool(source.beyond), notes)
+    if source.keeps_vision(options):
+        source.tower = _tower(source)
     if native:
         source.forms = from_facts(facts, layout.kinds["moe"], layout.experts, checkpoint.where)
         _activations(source, source.forms)
@@ -192,6 +196,7 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
 def _read_forms(source: K3Source, reader: Reader) -> None:
     """The form of every weight of a published checkpoint."""
     side = source.side
+    read_forms(source.tower, source.checkpoint, reader)
     for row in source.layout.rows():
         name = side.spell(row)
         if len(row.shape) != 2 or not name.endswith(".weight") or (row.name == checks.HEAD and source.tied):
@@ -209,6 +214,16 @@ def _read_forms(source: K3Source, reader: Reader) -> None:
         source.experts[layer] = (count, "+".join(sorted(kinds)) or "packed")
     _activations(source, reader.forms)
     source.forms = reader.finish(quiet=not reader.forms.quantised())
+
+
+def _tower(source: K3Source) -> Tower:
+    """The vision tensors, with the shapes that the published config gives them."""
+    said = source.original_config.get("vision_config")
+    config = said if isinstance(said, dict) else {}
+    lacking = vision.lacking(config)
+    prefix = "model." if any(n.startswith("model.") for n in source.vision) else ""
+    shapes = {} if lacking else vision.shapes(config, source.layout.sizes["C"], prefix)
+    return tower(source.vision, shapes, lacking, source.notes)
 
 
 def _activations(source: K3Source, forms: Forms) -> None:
@@ -256,11 +271,9 @@ def _scan(source: K3Source) -> None:
     seen: dict[int, set[int] | range] = {}
     formats: dict[int, set[str]] = {}
     moe, native = source.side.moe.rstrip("."), source.side.name == "native"
-    vision = VISION_ROOTS + tuple("model." + r for r in VISION_ROOTS)
+    source.vision = vision_names(source.checkpoint, VISION_ROOTS + tuple("model." + r for r in VISION_ROOTS))
     for alike in source.checkpoint.alike:
         name, entry = alike.name, alike.entry
-        if name.startswith(vision):
-            source.vision += alike.names
         if not name.startswith(prefix):
             continue
         parts = name[len(prefix) :].split(".")

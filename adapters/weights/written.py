@@ -33,6 +33,7 @@ FAMILIES = {
     "lm_head.": "re:.*lm_head.*",
     "embed_tokens.": "re:.*embed_tokens.*",
 }
+VISION_MODULES = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 VISION = ("re:.*vision_tower.*", "re:.*mm_projector.*")
 FORMATS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized", "int4": "pack-quantized", "fp8": "float-quantized"}
 STRATEGIES = {"block": "block", "channel-2d": "channel", "tensor": "tensor"}
@@ -139,4 +140,5 @@ def _ignored(rows: Mapping[str, Collection[Form]], quantised: Mapping[Form, list
             ignored.append(expression)
         else:
             ignored += [target for name in plain for target in _targets(name)]
-    return [*ignored, *([] if "" in claimed else [EXPERT_TARGET]), *VISION]
+    seen = [] if any(name.startswith(VISION_MODULES) for name in claimed) else VISION
+    return [*ignored, *([] if "" in claimed else [EXPERT_TARGET]), *seen]

@@ -64,7 +64,7 @@ PINNED = {
     "K3, no vision": "0abe2966deed96cc9582d03bdcb1ce7bcc59eb55f1f64c6dd28eea1d3358d2f6",
     "K3, experts decoded beside their scales": "968399a2326f53abc854c946dd4c266fde073315d19728bd54b952e89c5b1981",
     "K3, experts decoded without scales": "040f2ca2df4c69a6f152646945bcfc9fa679f6275867637238a12cedc79cc85d",
-    "K3, cast to fp32": "1cc4ec364af2133b58991e00809f0d54ccfcc2acd49fab8b1e42f84f234eb8c6",
+    "K3, cast to fp32": "6b80f299dd2cc30694f3b22e72a6bddced48ccaec2f1d0437428967d993519c6",
     "K3, two layers": "af3ef9f0a50c1192e5b161e3d7367284ae48fb3479960f77afae493b19348c9a",
     "K3, plain experts quantised to MXFP4": "9ababdaab7a2e4d1aab049e5678c4c6dc0170544e8cd3f316c9247ce291540b2",
     "K3, to Hugging Face again": "087296d5faeee70a797b25b1681ab01e9c9016424d800917dd70aede99022bfe",
