@@ -85,8 +85,8 @@ class Renaming:
         stem = row.published.removesuffix("weight")
         left, right = tuple(stem + n for n in form.names), (*row.native, *(_beside(row) + n for n in kept))
         groups = (*("model",) * len(row.native), *("sidecar",) * len(kept))
-        expect = (tuple((spec,) for spec in form.specs(shape)),)
-        return rule(left, right, _chain(decode, moved, len(row.native), len(kept)), over=over, expect=expect, group=groups)
+        specs = (tuple((spec,) for spec in form.specs(shape)),)
+        return rule(left, right, _chain(decode, moved, len(row.native), len(kept)), over=over, expect=specs, group=groups)
 
     def _kept(self, row: VisionRow, form: Form, over: dict) -> tuple[str, ...]:
         """The scales that lie beside the values: by choice on the way there, by presence on the way back."""
@@ -108,7 +108,7 @@ def published_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int
 
 def native_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
     """The same in Transformers' names."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for row in VISION:
         shape = shape_of(row, config, hidden)
         part = (shape[0] // len(row.native), *shape[1:])
