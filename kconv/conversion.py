@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kconv.engine.job import COMMAND, MOST_WARNINGS, Job, Settings, differing, s
 from kconv.engine.linking import MADE, linked_shards
 from kconv.engine.out_files import lay_out
 from kconv.engine.preflight import check_beside, check_device, check_memory, check_padding, needed_bytes, peak_bytes
+from kconv.engine.result import Conversion
 from kconv.errors import Altered, AnswerIsNo, BadData, EnvironmentLacks, KconvError
 from kconv.options import Options
 from kconv.planning.plan import Plan
@@ -79,7 +80,7 @@ def convert(
     link: bool = False,
     quiet: bool = True,
     **options: Any,
-) -> dict[str, Any]:
+) -> Conversion:
     """Convert a checkpoint (or execute a `Plan`) into a new folder; returns what `convert --json` prints.
 
     Args:
@@ -110,11 +111,12 @@ def convert(
         return _converted(the_plan, target, settings, overwrite=overwrite, resume=resume or part[1] > 1, quiet=quiet)
 
 
-def _converted(the_plan: Plan, target: Path, settings: Settings, *, overwrite: bool, resume: bool, quiet: bool) -> dict[str, Any]:
+def _converted(the_plan: Plan, target: Path, settings: Settings, *, overwrite: bool, resume: bool, quiet: bool) -> Conversion:
     """`convert`, once nobody else makes `target`."""
     if resume and already(the_plan, target, overwrite=overwrite):
-        return {**the_plan.summary(), "finished": True, "seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "resumed_slabs": 0,
-                "slabs": 0, "part": list(settings.part), "links": {}, "notes": [f"{target} is already finished"]}  # fmt: skip
+        notes = [f"{target} is already finished"]
+        return Conversion(**vars(the_plan.summary()), seconds=0.0, bytes_read=0, bytes_written=0, slabs=0, resumed_slabs=0,
+                          part=list(settings.part), notes=notes, finished=True)  # fmt: skip
     check_filled(target, overwrite=overwrite, resume=resume)
     linked = linked_shards(the_plan, target) if settings.link else []
     kept = {n for f in linked for n in f.starts}
@@ -137,10 +139,11 @@ def _check_means(the_plan: Plan, target: Path, files: list[OutFile], settings: S
     check_padding(the_plan)
 
 
-def _run(job: Job, target: Path, *, overwrite: bool, quiet: bool) -> dict[str, Any]:
+def _run(job: Job, target: Path, *, overwrite: bool, quiet: bool) -> Conversion:
     """Write and finish; what cannot be gone on with is removed, what can be is said."""
     try:
-        return {**job.run(quiet=quiet), "finished": job.finish(target, overwrite=overwrite), "links": dict(job.links)}
+        done = job.run(quiet=quiet)
+        return replace(done, finished=job.finish(target, overwrite=overwrite), links=dict(job.links))
     except KconvError as e:
         local = isinstance(job.plan.source.files, LocalFiles)
         refusal = job.begun and e.exit_code == KconvError.exit_code

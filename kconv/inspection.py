@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from kconv.adapters import adapter_for
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.conversion import plan
 from kconv.errors import KconvError
+from kconv.json_types import Result
 from kconv.options import TARGETS
 
 
-def inspect(source: Any) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class Inspection(Result):
+    """What a checkpoint is; `of_family` holds what its family has to say, whose keys stand beside the others in JSON."""
+
+    source: str
+    tensors: int
+    bytes: int
+    shards: int
+    dtypes: dict[str, dict[str, int]]
+    quantization: dict[str, str]
+    other_files: list[str]
+    of_family: dict[str, Any]
+    converts_to: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        found = super().to_json()
+        return found | found.pop("of_family")
+
+
+def inspect(source: Any) -> Inspection:
     """Describe a checkpoint from its headers and config; an unknown family is described as far as its headers go."""
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     counts: Counter[str] = Counter()
@@ -27,17 +48,17 @@ def inspect(source: Any) -> dict[str, Any]:
         family |= {"notes": [*family["notes"], *_doubts(checkpoint)]}
     except KconvError as e:
         family = {"family": "unknown", "problems": [e.message]}
-    return {
-        "source": checkpoint.where,
-        "tensors": len(checkpoint.entries),
-        "bytes": sum(sizes.values()),
-        "shards": len(checkpoint.shards),
-        "dtypes": {dtype: {"tensors": counts[dtype], "bytes": sizes[dtype]} for dtype in sorted(counts)},
-        "quantization": quantization_blocks(checkpoint.config),
-        "other_files": checkpoint.other_files(),
-        **family,
-        "converts_to": _targets(checkpoint) if family.get("family") != "unknown" else {},
-    }
+    return Inspection(
+        source=checkpoint.where,
+        tensors=len(checkpoint.entries),
+        bytes=sum(sizes.values()),
+        shards=len(checkpoint.shards),
+        dtypes={dtype: {"tensors": counts[dtype], "bytes": sizes[dtype]} for dtype in sorted(counts)},
+        quantization=quantization_blocks(checkpoint.config),
+        other_files=checkpoint.other_files(),
+        of_family=family,
+        converts_to=_targets(checkpoint) if family.get("family") != "unknown" else {},
+    )
 
 
 def quantization_blocks(config: dict[str, Any]) -> dict[str, str]:

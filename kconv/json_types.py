@@ -1,4 +1,4 @@
-"""What a JSON value may be, by annotation, so that a strange one is named before it is used.
+"""What a JSON value may be, by annotation, so that a strange one is named before it is used; results with JSON keys.
 
 | kind | values |
 |---|---|
@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 LARGEST = 2**31
@@ -53,3 +54,32 @@ def misfits(values: Mapping[str, Any], kinds: Mapping[str, str], where: str = ""
 def words(kind: str) -> str:
     """A kind for people."""
     return " or ".join(f"a list, each {WORDS[k[5:-1]]}" if k.startswith("list[") else WORDS[k] for k in kind.split(" | "))
+
+
+OPTIONAL = {"optional": True}
+"""Metadata of a field of a `Result` that is left out where it is None."""
+
+
+class Result(Mapping[str, Any]):
+    """What a public call found: the base of frozen dataclasses whose fields can be read by their JSON keys too, `found["ok"]`.
+
+    A field's key is its name, or `key` of its metadata; one whose metadata are `OPTIONAL` is left out where it is None.
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        """What the command prints with `--json`."""
+        found: dict[str, Any] = {}
+        for f in fields(self):  # type: ignore[arg-type]  # the classes that derive from this one are dataclasses
+            value = getattr(self, f.name)
+            if value is not None or not f.metadata.get("optional"):
+                found[f.metadata.get("key", f.name)] = value
+        return found
+
+    def __getitem__(self, key: str) -> Any:
+        return self.to_json()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.to_json())
+
+    def __len__(self) -> int:
+        return len(self.to_json())

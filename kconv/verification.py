@@ -28,6 +28,7 @@ from kconv.engine.run import execute
 from kconv.engine.sink import Sink, located
 from kconv.engine.slabs import Part, Region, Slab, streams
 from kconv.errors import BadData, KconvError, Unreadable
+from kconv.json_types import OPTIONAL, Result
 from kconv.names import folded
 from kconv.planning.plan import Plan
 from kconv.storage.files import Files, released
@@ -111,8 +112,33 @@ class CompareSink(Sink):
                 self.differences[region.name] = Difference(region.name, region.file, position, expected, found)
 
 
+@dataclass(frozen=True, eq=False)
+class Verification(Result):
+    """What `verify` found; `subject` ties it to the files (`kconv publish --require verified` reads it).
+
+    `direction` and `dropped` are left out where the weights could not be compared, `subject` and `sample` where the manifest
+    could not be read.
+    """
+
+    ok: bool = False
+    compared: int = 0
+    different: int = 0
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    subject: str | None = field(default=None, metadata=OPTIONAL)
+    sample: int | None = None
+    direction: str | None = field(default=None, metadata=OPTIONAL)
+    dropped: list[str] | None = field(default=None, metadata=OPTIONAL)
+
+    def to_json(self) -> dict[str, Any]:
+        found = super().to_json()
+        return found if self.subject else {k: v for k, v in found.items() if k != "sample"}
+
+
 def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: int | None = None, seed: int = 0,
-           quiet: bool = True) -> dict[str, Any]:  # fmt: skip
+           quiet: bool = True) -> Verification:  # fmt: skip
     """Compare a converted checkpoint with its source, bit for bit.
 
     Args:
@@ -122,34 +148,30 @@ def verify(out: Any, source: Any = None, *, sample: int | None = None, workers: 
 
     Returns `ok`, `compared`, `different`, `missing`, `extra`, `differences` (tensor, file, position), `files`, `dropped`.
     """
-    result: dict[str, Any] = {"compared": 0, "different": 0, "missing": [], "extra": [], "differences": [], "files": []}
     files = out if isinstance(out, Files) else open_files(out)
     manifest = _sealed(files)
     if manifest is None:
         said = f"{MANIFEST} is not as kconv wrote it, so it cannot say what the other files should be"
-        return result | {"ok": False, "files": [said]}
-    # `subject` ties the result to these files: `kconv publish --require verified` reads it.
-    result |= {"subject": hashlib.sha256(files.read(MANIFEST)).hexdigest(), "sample": sample}
-    result["files"] = check_files(files, manifest, weights=sample is None)
+        return Verification(files=[said])
+    result = Verification(subject=hashlib.sha256(files.read(MANIFEST)).hexdigest(), sample=sample)
+    wrong = check_files(files, manifest, weights=sample is None)
     try:
         made = open_checkpoint(files)
     except Unreadable:
         raise
     except KconvError as e:
-        return result | {"ok": False, "files": [*result["files"], e.message]}
+        return replace(result, files=[*wrong, e.message])
     forward = _same_plan(made, source)
     changed = forward.digest != manifest["plan_digest"]
     if changed:
-        result["files"].append("the source's tensors or the options are not those of the manifest: its plan digest differs")
-    result["files"] += [line for line in beside.differences(files, manifest, forward) if line not in result["files"]]
+        wrong.append("the source's tensors or the options are not those of the manifest: its plan digest differs")
+    wrong += [line for line in beside.differences(files, manifest, forward) if line not in wrong]
     exact = forward.grade <= Grade.EXACT_WITH_SIDECAR
     checked = inverse(forward, made) if exact else forward
     against = forward.source if exact else made
-    result |= _compare(checked, against, sample, workers or default_workers(), seed, quiet)
-    result["direction"] = "backward" if exact else "forward"
-    result["dropped"] = [f"{len(d.names)} tensors: {d.reason}" for d in forward.layouts.drops]
-    result["ok"] = not (result["different"] or result["missing"] or result["extra"] or result["files"])
-    return result
+    dropped = [f"{len(d.names)} tensors: {d.reason}" for d in forward.layouts.drops]
+    result = replace(result, files=wrong, direction="backward" if exact else "forward", dropped=dropped)
+    return _compare(result, checked, against, workers or default_workers(), seed, quiet)
 
 
 def _sealed(files: Files) -> dict[str, Any] | None:
@@ -192,24 +214,23 @@ def _recorded(manifest: dict[str, Any]) -> str:
     return f"{source['name'].split('@')[0]}@{source['revision']}"
 
 
-def _compare(checked: Plan, against: Checkpoint, sample: int | None, workers: int, seed: int, quiet: bool) -> dict[str, Any]:
+def _compare(result: Verification, checked: Plan, against: Checkpoint, workers: int, seed: int, quiet: bool) -> Verification:
+    """The result with what the weights say, and so with the answer."""
     sink = CompareSink(against.files, against)
     missing = list(checked.findings.missing) + [n for n in checked.targets if n not in against.entries]
     wrong = [n for n, t in checked.targets.items() if n in against.entries and against.entries[n].spec != t.spec]
     usable = {n for n in checked.targets if n in against.entries and n not in set(wrong)}
     total = sum(checked.targets[n].spec.nbytes for n in usable)
     with released(against.files, checked.source.files), Meter("verify", total, quiet=quiet) as meter:
-        execute(_chosen(checked, sink, usable, sample, seed), checked.source.files, sink, workers=workers, tick=meter)
+        execute(_chosen(checked, sink, usable, result.sample, seed), checked.source.files, sink, workers=workers, tick=meter)
     shown = list(dict.fromkeys([*map(str, sink.differences.values()), *sink.refusals.values()]))[:MOST_SHOWN]
     shown += [f"{n} is {checked.targets[n].spec}, {against.entries[n].spec} in {against.where}" for n in wrong][:MOST_SHOWN]
     shown += checked.findings.other
-    return {
-        "compared": len(sink.seen),
-        "different": len({*sink.differences, *sink.refusals}) + len(wrong),
-        "missing": missing,
-        "extra": list(checked.findings.unclaimed),
-        "differences": shown,
-    }
+    different, extra = len({*sink.differences, *sink.refusals}) + len(wrong), list(checked.findings.unclaimed)
+    return replace(
+        result, ok=not (different or missing or extra or result.files), compared=len(sink.seen), different=different,
+        missing=missing, extra=extra, differences=shown,
+    )  # fmt: skip
 
 
 def _chosen(checked: Plan, sink: CompareSink, usable: set[str], sample: int | None, seed: int) -> list[Iterator[Slab]]:
@@ -254,8 +275,8 @@ def _changed(files: Files, name: str, algorithm: str, digest: str) -> list[str]:
     return [] if same else [f"{name} has another {algorithm} than the manifest"]
 
 
-def lines(result: dict[str, Any]) -> list[str]:
+def lines(result: Verification) -> list[str]:
     """What a person reads of a result, worst first."""
-    text = [f"{name} is missing" for name in folded(result["missing"])]
-    text += [f"{name} is not in the source" for name in folded(result["extra"])]
-    return result["differences"] + text + result["files"]
+    text = [f"{name} is missing" for name in folded(result.missing)]
+    text += [f"{name} is not in the source" for name in folded(result.extra)]
+    return result.differences + text + result.files

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def passing(folder: Path, files: Iterable[Path] = ()) -> list[str]:
     return words
 
 
-def write(folder: Path, name: str, result: dict[str, Any]) -> Path:
+def write(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
     """Put a result into the folder it is about."""
     path = folder / name
     path.write_text(json.dumps({**result, "subject": subject(folder)}, indent=1) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ TRACEBACK = "KCONV_TRACEBACK"
 class Outcome:
     """What a command found: `data` is its JSON object, `ok` whether the answer is yes, `show` prints it for people."""
 
-    data: dict[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
     ok: bool = True
     show: Callable[[Console], None] | None = None
 
@@ -96,7 +96,7 @@ def tell(outcome: Outcome, as_json: bool) -> int:
     """Print what a command found; returns its exit code, which is 3 where stdout does not take it."""
     try:
         if as_json:
-            click.echo(json.dumps(outcome.data))
+            click.echo(json.dumps(dict(outcome.data)))
         elif outcome.show:
             outcome.show(SafeConsole(soft_wrap=True, highlight=False))
     except OSError as e:

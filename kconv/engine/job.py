@@ -34,6 +34,7 @@ from kconv.engine.journal import Journal
 from kconv.engine.linking import link
 from kconv.engine.out_files import indexes
 from kconv.engine.preflight import peak_bytes, total_memory
+from kconv.engine.result import Conversion
 from kconv.engine.run import execute
 from kconv.engine.slabs import Slab, part_bytes, slab_checksum, streams
 from kconv.engine.worker import Progress
@@ -96,7 +97,7 @@ class Job:
         made = [name for name, blob in own.items() if blob is not None and name != "config.json"]
         return [*(f.name for f in weights), *map(index_name, groups), "config.json", *made, *beside, MANIFEST]
 
-    def run(self, *, quiet: bool) -> dict[str, Any]:
+    def run(self, *, quiet: bool) -> Conversion:
         """Do this part's slabs; returns the figures. `finish` does the rest, when all parts are done."""
         self._identify()
         self.journal.open()
@@ -248,19 +249,19 @@ class Job:
         known = self.sink.hashes.get(name)
         return {algorithm: known.hexdigest()} if known else digests_of(LocalFiles(self.partial), name, algorithm)
 
-    def _figures(self, progress: Progress) -> dict[str, Any]:
-        return {
-            **self.plan.summary(),
-            "peak_bytes": peak_bytes(self.plan, self.settings.workers, self.settings.device),
-            "seconds": round(time.monotonic() - self._started, 3),
-            "bytes_read": progress.bytes_read,
-            "bytes_written": self.sink.bytes_written,
-            "slabs": progress.slabs,
-            "resumed_slabs": self.resumed,
-            "part": list(self.settings.part),
-            "errors": {step: error.figures() for step, error in progress.heard.errors.items()},
-            "notes": [*self.plan.layouts.notes, *said(progress.heard)],
-        }
+    def _figures(self, progress: Progress) -> Conversion:
+        return Conversion(
+            **vars(self.plan.summary()),
+            peak_bytes=peak_bytes(self.plan, self.settings.workers, self.settings.device),
+            seconds=round(time.monotonic() - self._started, 3),
+            bytes_read=progress.bytes_read,
+            bytes_written=self.sink.bytes_written,
+            slabs=progress.slabs,
+            resumed_slabs=self.resumed,
+            part=list(self.settings.part),
+            errors={step: error.figures() for step, error in progress.heard.errors.items()},
+            notes=[*self.plan.layouts.notes, *said(progress.heard)],
+        )
 
 
 def said(heard: Notes) -> list[str]:

@@ -21,6 +21,7 @@ from kconv.adapters.drafts.adapter import is_draft, read_source
 from kconv.checkpoint import evidence
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.errors import KconvError, Problems
+from kconv.json_types import Result
 from kconv.packaging import digests, provenance
 from kconv.packaging.problems import native_names
 from kconv.packaging.target_model import PROMPT, TABLES, TOKENIZER, UNKNOWN, Target, stated
@@ -54,10 +55,26 @@ class Findings:
         self.not_compared.append({"field": name, "why": why})
 
 
+@dataclass(frozen=True, eq=False)
+class Checked(Result):
+    """Whether a draft was made for a target; `subject` ties the answer to the draft's files, None where they lie elsewhere."""
+
+    fits: bool
+    verdict: str
+    draft: str
+    target: str
+    target_revision: str | None
+    differences: list[dict[str, Any]]
+    compared: list[str]
+    not_compared: list[dict[str, str]]
+    notes: list[str]
+    subject: str | None
+
+
 def check(
     draft: Any, target: Any, *, content: bool = False, tables: bool = True, target_repo: str | None = None,
     target_revision: str | None = None, declared: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> Checked:  # fmt: skip
     """Whether a draft was made for exactly this target.
 
     Args:
@@ -85,11 +102,11 @@ def check(
         compare(block, files, whole, findings, tables, native_names(source))
         _statements("draft", block["draft"], provenance.assumed(source.config, whole), findings)
         verdict = _verdict(findings, content)
-    return {
-        "fits": verdict in ("exact", "same-content"), "verdict": verdict, "draft": files.where, "target": whole.where,
-        "target_revision": whole.revision, "differences": findings.differences, "compared": findings.compared,
-        "not_compared": findings.not_compared, "notes": source.notes, "subject": _subject(files),
-    }  # fmt: skip
+    return Checked(
+        fits=verdict in ("exact", "same-content"), verdict=verdict, draft=files.where, target=whole.where,
+        target_revision=whole.revision, differences=findings.differences, compared=findings.compared,
+        not_compared=findings.not_compared, notes=source.notes, subject=_subject(files),
+    )  # fmt: skip
 
 
 def open_draft(draft: Any) -> Checkpoint:
@@ -242,7 +259,7 @@ def _subject(files: Checkpoint) -> str | None:
     return evidence.subject(root) if root is not None else None
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
+def lines(result: Checked) -> list[str]:
     """What a person reads of a result."""
     said = {
         "exact": "this draft was made for exactly this target",
@@ -251,8 +268,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         "unknown": "this draft does not say whose it is; `kconv package` records it",
     }
     out = []
-    for row in result["differences"]:
+    for row in result.differences:
         recorded, found = (str(row[k])[:16] + "..." if len(str(row[k])) > 48 else row[k] for k in ("recorded", "found"))
         out.append(f"{row['field']}: recorded {recorded}, found {found}" + (f" ({row['detail']})" if row.get("detail") else ""))
-    out += [f"not compared: {row['field']} ({row['why']})" for row in result["not_compared"]]
+    out += [f"not compared: {row['field']} ({row['why']})" for row in result.not_compared]
     return [*out, f"{result['verdict']}: {said[result['verdict']]} ({len(result['compared'])} fields compared)"]

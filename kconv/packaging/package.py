@@ -34,6 +34,7 @@ from kconv.checkpoint.place import check_filled, check_place
 from kconv.checkpoint.reading import MANIFEST, Checkpoint, Entry, open_checkpoint
 from kconv.console import human
 from kconv.errors import KconvError, Problems
+from kconv.json_types import Result
 from kconv.packaging import check, digests, problems, provenance, runtimes
 from kconv.packaging.target_model import UNKNOWN, Target, facts
 from kconv.publishing import modelcard
@@ -62,12 +63,28 @@ class Package:
     native: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Packaged(Result):
+    """The folder that was written: its runtimes' files, whose draft it is, where its tables come from, its provenance block."""
+
+    out: str
+    family: str
+    runtimes: dict[str, str]
+    target: str
+    target_revision: str
+    tables: dict[str, str]
+    tensors: int
+    bytes: int
+    notes: list[str]
+    provenance: dict[str, Any]
+
+
 def package(
     draft: Any, target: Any, out: str | Path, *, runtime: Sequence[str] | None = None, tables: str = "drop",
     declared: Mapping[str, Any] | None = None, allow: Collection[str] = (), training: Mapping[str, str] | None = None,
     licence: Mapping[str, str] | None = None, title: str | None = None, target_repo: str | None = None,
     target_revision: str | None = None, read_tables: bool = True, results: Sequence[str | Path] = (), overwrite: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> Packaged:  # fmt: skip
     """Write a publishable draft folder.
 
     Args:
@@ -104,11 +121,11 @@ def package(
         with unfinished(folder, COMMAND, _names(made), overwrite=overwrite) as partial:
             block, written = _write(made, partial, training, licence or _own_licence(files), title or folder.name, rows)
     about = block["target"]
-    return {
-        "out": str(folder), "family": runtimes.family(made.native), "runtimes": written, "target": about["repo"],
-        "target_revision": about["revision"], "tables": made.origins, "tensors": len(made.entries),
-        "bytes": sum(e.spec.nbytes for e in made.entries.values()), "notes": made.notes, "provenance": block,
-    }  # fmt: skip
+    return Packaged(
+        out=str(folder), family=runtimes.family(made.native), runtimes=written, target=about["repo"],
+        target_revision=about["revision"], tables=made.origins, tensors=len(made.entries),
+        bytes=sum(e.spec.nbytes for e in made.entries.values()), notes=made.notes, provenance=block,
+    )  # fmt: skip
 
 
 def _examine(source: DraftSource, target: Target, asked: Sequence[str] | None, allow: set[str], read_tables: bool) -> Package:

@@ -22,6 +22,7 @@ from kconv.checkpoint.reading import Checkpoint, Entry
 from kconv.errors import Problems
 from kconv.planning.edges import Edge, Findings, Layouts, Target
 from kconv.planning.rules import Binding, Rule
+from kconv.planning.summary import Summary
 from kconv.spec import Spec
 from kconv.transforms.base import Grade, Iso, SpecError, Specs
 
@@ -87,22 +88,22 @@ class Plan:
         digest.update("\n".join([name + said[id(entries[name].spec)] for name in sorted(entries)]).encode())
         return digest.hexdigest()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """The keys of `plan --json` that other programs rely on."""
-        return {
-            "family": self.layouts.family,
-            "from": self.layouts.source_layout,
-            "to": self.layouts.target_layout,
-            "source_tensors": len(self.source.entries),
-            "claimed": self.claimed,
-            "unclaimed": self.findings.unclaimed,
-            "missing": self.findings.missing,
-            "dropped": len(self.dropped),
-            "target_tensors": len(self.targets),
-            "output_bytes": self.output_bytes,
-            "grade": str(self.grade),
-            "plan_digest": self.digest,
-        }
+        return Summary(
+            family=self.layouts.family,
+            source_layout=self.layouts.source_layout,
+            target_layout=self.layouts.target_layout,
+            source_tensors=len(self.source.entries),
+            claimed=self.claimed,
+            unclaimed=self.findings.unclaimed,
+            missing=self.findings.missing,
+            dropped=len(self.dropped),
+            target_tensors=len(self.targets),
+            output_bytes=self.output_bytes,
+            grade=str(self.grade),
+            plan_digest=self.digest,
+        )
 
     def _expand(self) -> None:
         # What belongs to no layer comes first and together: published checkpoints keep it in one shard.

@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kconv.console import human
 from kconv.errors import KconvError, Problems
+from kconv.json_types import Result
 from kconv.publishing.folder_check import MAX_FILE, Contents, examine
 from kconv.publishing.hub_hashes import Hashes, HashMemory
 from kconv.publishing.upload import Repository, compare, same, send
@@ -30,6 +32,27 @@ from kconv.storage.hub_answers import field
 from kconv.storage.hub_http import patiently
 from kconv.text.printable import printable
 from kconv.text.redaction import redacted
+
+
+@dataclass(frozen=True, eq=False)
+class Published(Result):
+    """What was sent, or (`dry_run`) would be; `commit` and `url` are None where nothing was committed."""
+
+    repo_id: str
+    private: bool
+    dry_run: bool
+    files: int
+    bytes: int
+    sent_files: list[str]
+    sent_bytes: int
+    left_out: list[str]
+    kept_on_hub: list[str]
+    notes: list[str]
+    verified_by: list[str]
+    commit: str | None
+    url: str | None
+    revision: str
+    pull_request: str | None
 
 
 def publish(
@@ -50,7 +73,7 @@ def publish(
     card: bool = False,
     token: str | None = None,
     quiet: bool = True,
-) -> dict[str, Any]:
+) -> Published:
     """Upload a folder to a model repository of the Hub; a second run uploads nothing.
 
     Args:
@@ -90,13 +113,7 @@ def publish(
     _card_accepted(repo, contents)
     there = repo.files()
     to_send = [n for n, h in hashes.items() if not same(there.get(n), h)]
-    data: dict[str, Any] = {
-        "repo_id": repo_id, "private": bool(private or repo.private), "dry_run": dry_run,
-        "files": len(hashes), "bytes": sum(h.size for h in hashes.values()),
-        "sent_files": to_send, "sent_bytes": sum(hashes[n].size for n in to_send),
-        "left_out": contents.left_out, "kept_on_hub": sorted(set(there) - set(hashes) - {".gitattributes"}),
-        "notes": contents.notes, "verified_by": verified_by, "commit": None, "url": None,
-    }  # fmt: skip
+    private_now, commit = bool(private or repo.private), None
     if not dry_run:
         repo.create(private)
         if create_pr and to_send:
@@ -104,11 +121,18 @@ def publish(
             tell(f"pull request {repo.pull_request}")
         with _bars(not quiet):
             send(repo, to_send, contents.files, hashes, tell)
-        data["commit"] = commit = repo.head()
+        commit = repo.head()
         compare(repo, commit, hashes)
         tell(f"{len(hashes)} files of hf://{repo.repo_id}@{commit} have the local hashes")
-        data["url"] = redacted(f"{repo.api.endpoint}/{repo.repo_id}/tree/{commit}")
-    return data | {"revision": repo.ref, "pull_request": repo.pull_request_url}
+    return Published(
+        repo_id=repo_id, private=private_now, dry_run=dry_run,
+        files=len(hashes), bytes=sum(h.size for h in hashes.values()),
+        sent_files=to_send, sent_bytes=sum(hashes[n].size for n in to_send),
+        left_out=contents.left_out, kept_on_hub=sorted(set(there) - set(hashes) - {".gitattributes"}),
+        notes=contents.notes, verified_by=verified_by, commit=commit,
+        url=commit and redacted(f"{repo.api.endpoint}/{repo.repo_id}/tree/{commit}"),
+        revision=repo.ref, pull_request=repo.pull_request_url,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

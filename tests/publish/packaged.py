@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kconv.packaging.package import package
+from kconv.packaging.package import Packaged, package
 from kconv.synthesis.families import tiny
 
 DECLARED: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ def draft_of(kind: str, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def packaged(kind: str, tmp_path: Path, target: Path, **options: Any) -> tuple[Path, dict[str, Any]]:
+def packaged(kind: str, tmp_path: Path, target: Path, **options: Any) -> tuple[Path, Packaged]:
     source = draft_of(kind, tmp_path / "draft")
     data = package(source, target, tmp_path / "out", declared=DECLARED.get(kind), **(WHOSE | options))
     return tmp_path / "out", data
