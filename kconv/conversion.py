@@ -88,7 +88,7 @@ def convert(
         out: the folder to make; appears only when it is complete.
         shard_size: bytes of tensors a file holds at most, unless one tensor is larger.
         workers: threads; half as many again as the process's cores by default.
-        device: where the isos run, `cpu` or `cuda`.
+        device: where the transforms run, `cpu` or `cuda`.
         resume: go on with what an interrupted run left.
         overwrite: replace a finished folder that kconv made, or start an unfinished one again.
         require: refuse a plan of a worse grade than this.
@@ -230,7 +230,7 @@ def _outdated(manifest: dict[str, Any], source: Checkpoint) -> list[str]:
 
 def _require(the_plan: Plan, require: str | None) -> None:
     if require and the_plan.grade > Grade.parse(require):
-        worst = sorted({f"{e.rule.iso!r}" for e in the_plan.edges if e.rule.iso.grade > Grade.parse(require)})
+        worst = sorted({f"{e.rule.transform!r}" for e in the_plan.edges if e.rule.transform.grade > Grade.parse(require)})
         raise AnswerIsNo(
             f"the plan is {the_plan.grade}, --require asks for {require}; because of {', '.join(worst)}",
             hint="keep experts packed, or keep the sidecar",

@@ -63,7 +63,7 @@ class Problems(KconvError):
 
 
 class BadData(KconvError):
-    """A value inside a tensor is not convertible; `operand` is the index of the iso's input, `position` its element.
+    """A value inside a tensor is not convertible; `operand` is the index of the transform's input, `position` its element.
 
     The executor turns it into a message that names the tensor and the file.
     """

@@ -73,7 +73,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The safetensors name of a torch dtype, or of its spelling in a config (`bfloat16`, `torch.bfloat16`)."""
+    """The safetensors name of a torch dtype, or of its name in a config (`bfloat16`, `torch.bfloat16`)."""
     return SAFETENSORS_NAMES[str(dtype).removeprefix("torch.")]
 
 

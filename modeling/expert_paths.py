@@ -5,19 +5,24 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from kconv.modeling.experts import KimiExperts
 
 Path = Literal["fused", "grouped", "loop"]
 CHANNELS = 128  # the fused kernels take whole pieces of so many
 logger = logging.getLogger("kconv.modeling")
 
 
-def path_of(experts: KimiExperts, x: torch.Tensor, stored: tuple[Any, ...]) -> Path:
+class Routed(Protocol):
+    """Routed experts, as far as the choice depends on them."""
+
+    grouped: bool
+    packed: bool
+    inter: int
+
+
+def path_of(experts: Routed, x: torch.Tensor, stored: tuple[Any, ...]) -> Path:
     """How `experts` computes rows `x` with its `stored` matrices.
 
     | path | what runs | where |
@@ -44,7 +49,7 @@ def can_group(x: torch.Tensor, inter: int) -> bool:
     return hasattr(torch, "_grouped_mm") and x.is_cuda and x.dtype == torch.bfloat16 and aligned
 
 
-def _not_fused(experts: KimiExperts, x: torch.Tensor, stored: tuple[Any, ...]) -> str | None:
+def _not_fused(experts: Routed, x: torch.Tensor, stored: tuple[Any, ...]) -> str | None:
     """Why the fused kernels cannot be used; None where they can."""
     if not experts.grouped:
         return "the reference's order of operations was asked for"

@@ -123,13 +123,6 @@ def on_gpu() -> bool:
     return os.environ.get("TRITON_INTERPRET") != "1"
 
 
-def activation(act: GatedActivation) -> tuple[str, float, float]:
-    """The kernels' name for `act` and its two bounds; `half` is SiTU with an unbounded up projection."""
-    if act.name == "silu":
-        return "silu", 1.0, 1.0
-    return ("half" if act.linear_beta is None else "situ"), act.beta or 1.0, act.linear_beta or 1.0
-
-
 def product(
     x: torch.Tensor, matrix: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor, order: Order, experts: int,
     act: GatedActivation | None = None, pre: torch.Tensor | None = None,
@@ -138,7 +131,7 @@ def product(
     outputs, width = matrix.shape[1], x.shape[-1]
     m, warps, stages = (PLAIN_LAUNCH if scales is None else PACKED_LAUNCH)[order.size]
     m, n = min(m, outputs & -outputs), 1 << (order.size.bit_length() - 1)
-    name, beta, linear = ("none", 1.0, 1.0) if act is None else activation(act)
+    name, beta, linear = ("none", 1.0, 1.0) if act is None else act.in_kernels()
     kernels.product[(order.tiles * (outputs // m),)](
         x, matrix, scales, selectors(x.device), out, pre, order.tokens, order.tile_expert, order.tile_row, order.ends,
         order.bases, beta, linear, ACT=name, PER=order.per, EXPERTS=experts, K=width, OUT=outputs, PACKED=scales is not None,
@@ -215,7 +208,7 @@ class FusedExperts(torch.autograd.Function):
         back = product_back(grad, matrices.down, matrices.down_scale, grad.new_empty(pairs, inter), order, gather=True)
         grad_weights = torch.empty(pairs, dtype=torch.float32, device=grad.device)
         grads_pre = torch.empty_like(pre)
-        name, beta, linear = activation(ctx.act)
+        name, beta, linear = ctx.act.in_kernels()
         kernels.activate_back[(pairs,)](
             back,
             pre,

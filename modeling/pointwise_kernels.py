@@ -21,7 +21,7 @@ def _activate(gate, up, out, size, beta, linear, ACT: tl.constexpr, SPAN: tl.con
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, kind: str, beta: float, linear: float) -> torch.Tensor:
-    """`gate` and `up` bf16 [..., width], contiguous -> the same; `kind` and bounds as `fused_experts.activation` gives them."""
+    """`gate` and `up` bf16 [..., width], contiguous -> the same; `kind` and bounds as `GatedActivation.in_kernels` gives them."""
     out = torch.empty_like(gate)
     with torch.cuda.device_of(gate):
         _activate[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), beta, linear, ACT=kind, SPAN=BLOCK)

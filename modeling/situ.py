@@ -40,12 +40,18 @@ class GatedActivation:
                 f"hidden_act {self.name!r} is not an activation of this family", hint=f"one of {', '.join(ACTIVATIONS)}"
             )
 
+    def in_kernels(self) -> tuple[str, float, float]:
+        """What the kernels call it, and its two bounds; `half` is SiTU with an unbounded up projection."""
+        if self.name == "silu":
+            return "silu", 1.0, 1.0
+        return ("half" if self.linear_beta is None else "situ"), self.beta or 1.0, self.linear_beta or 1.0
+
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Apply to `gate` and `up`, both [..., width]."""
         if _fuses(gate, up):
-            from kconv.modeling import fused_experts, pointwise_kernels
+            from kconv.modeling import pointwise_kernels
 
-            return pointwise_kernels.activate(gate, up, *fused_experts.activation(self))
+            return pointwise_kernels.activate(gate, up, *self.in_kernels())
         if self.name == "situ":
             return situ(gate, up, self.beta, self.linear_beta)
         return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""Draft checkpoints: the published layouts and the native one, joined by one table (`rows`, `spelling`, `reading`).
+"""Draft checkpoints: the published layouts and the native one, joined by one table (`table`, `naming`, `reading`).
 
 | direction | tensors | config.json |
 |---|---|---|
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kconv.adapters.drafts.dialects import dialect_of
+from kconv.adapters.drafts.naming import published_name, traits_of
 from kconv.adapters.drafts.reading import Reading, declare, read_draft_config
-from kconv.adapters.drafts.spelling import spell, traits_of
 from kconv.adapters.drafts.table import FAMILIES, Row, kinds_of_taps, rows_of, shape, sizes
 from kconv.adapters.drafts.value_types import complete
 from kconv.adapters.drafts.writing import serving_config
@@ -28,7 +28,7 @@ from kconv.options import Options
 from kconv.planning.edges import Layouts
 from kconv.planning.rules import Rule, rule
 from kconv.spec import FLOATS, Spec, dtype_name
-from kconv.transforms.base import Iso, Same
+from kconv.transforms.base import Same, Transform
 from kconv.transforms.dtype import Cast
 from kconv.transforms.vocab import VocabularyMaps
 
@@ -57,12 +57,12 @@ class DraftSource:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the way back needs: the dialect and the spelling of the names."""
+        """What the way back needs: the dialect and the naming of the tensors."""
         return {"dialect": self.config.get("dialect"), "spelling": self.traits}
 
     def name(self, row: Row, layout: str) -> str:
         """The name template of a row in a layout."""
-        return row.name if layout == NATIVE else spell(row.name, self.traits)
+        return row.name if layout == NATIVE else published_name(row.name, self.traits)
 
 
 def read_source(checkpoint: Checkpoint, declared: Mapping[str, Any] | None = None) -> DraftSource:
@@ -138,14 +138,16 @@ def _rules(source: DraftSource, left: str, right: str, options: Options) -> Iter
             continue
         over = {row.index: domains[row.index]} if row.index else {}
         allowed = tuple(Spec(d, shape(row.shape, values)) for d in sorted(FLOATS))
-        yield rule(source.name(row, left), source.name(row, right), _iso(source, row, options), over=over, expect=((allowed,),))
+        yield rule(
+            source.name(row, left), source.name(row, right), _transform(source, row, options), over=over, expect=((allowed,),)
+        )
     maps = [row for row in rows if row.name in ("d2t", "t2d")]
     if maps:
         names = [source.name(row, left) for row in maps], [source.name(row, right) for row in maps]
         yield rule(*names, VocabularyMaps(values["D"], values["V"]))
 
 
-def _iso(source: DraftSource, row: Row, options: Options) -> Iso:
+def _transform(source: DraftSource, row: Row, options: Options) -> Transform:
     if not options.dtype:
         return Same()
     first = source.name(row, source.layout).format_map({"layer": 0, "tap": 0})

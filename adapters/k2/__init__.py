@@ -24,7 +24,7 @@ from kconv.adapters.tables.edits import put
 from kconv.adapters.tables.rows import Row
 from kconv.adapters.weights.forms import Form, plain
 from kconv.adapters.weights.inventory import SIDECAR, described
-from kconv.adapters.weights.rules import DTYPES, Reforming
+from kconv.adapters.weights.rules import DTYPES, WeightRules
 from kconv.adapters.weights.vision import VisionRules
 from kconv.checkpoint.reading import Checkpoint
 from kconv.checkpoint.side_files import without_tokenizer
@@ -130,17 +130,17 @@ class _Rules:
                     yield self._vector(row, layers, shape, why)
 
     def _vector(self, row: Row, layers: tuple[int, ...], shape: tuple[int, ...], why: str) -> Rule:
-        stored = self._stored(self.source.side.spell(row), layers)
+        stored = self._stored(self.source.side.name_of(row), layers)
         wanted = dtype_name(self.options.dtype) if self.options.dtype and not row.fp32 else stored
         ends = (wanted, stored) if self.backward else (stored, wanted)
-        iso = Same() if stored == wanted else Cast(*ends)
+        transform = Same() if stored == wanted else Cast(*ends)
         expect = ((tuple(Spec(d, shape) for d in sorted(self.floats | ({wanted} if self.backward else set()))),),)
         over = {"layer": layers} if layers else {}
-        return rule(self.left.spell(row), self.right.spell(row), iso, over=over, expect=expect, why=why)
+        return rule(self.left.name_of(row), self.right.name_of(row), transform, over=over, expect=expect, why=why)
 
     def _weight(self, row: Row, layers: tuple[int, ...], shape: tuple[int, ...], why: str) -> Iterator[Rule]:
         asked = dtype_name(self.options.dtype) if self.options.dtype else None
-        stems = [side.spell(row).removesuffix("weight") for side in (self.left, self.right)]
+        stems = [side.name_of(row).removesuffix("weight") for side in (self.left, self.right)]
         left, right = (lambda key, stem=stem: stem + key for stem in stems)
         for published, mine in self.source.forms.split(row.name, layers):
             yield from self._moved(published, asked, (left,), right, shape, {"layer": mine} if mine else {}, None, why)
@@ -165,7 +165,7 @@ class _Rules:
         if self.left.name == "native":
             spell = [side.expert(name) for side in (self.left, self.right)]
             for made in self._moved(published, asked, (spell[0],), spell[1], shape, over, None, why):
-                yield Rule(made.left, made.right, made.iso, made.over, None, None, made.group)
+                yield Rule(made.left, made.right, made.transform, made.over, None, None, made.group)
         elif self.right.name == "native":
             pieces = tuple(self.left.expert(part) for part in parts)
             yield from self._moved(published, asked, pieces, self.right.expert(name), shape, over, ("expert", experts), why)
@@ -191,7 +191,7 @@ class _Rules:
             sidecar = own(published.kept[0]).format_map({"layer": layers[0] if layers else 0}) in entries
         floats = frozenset({*self.floats, dtype, *({wanted.stored} if wanted.plain and self.backward else ())}) & FLOATS
         restore = native and wanted == published
-        made = Reforming(stored, wanted, pieces, right, self.backward, shape, floats, sidecar, restore)
+        made = WeightRules(stored, wanted, pieces, right, self.backward, shape, floats, sidecar, restore)
         yield from made.rules(over, stack, why)
 
     def _stored(self, template: str, layers: tuple[int, ...]) -> str:

@@ -64,7 +64,7 @@ def _computes(text: Config) -> None:
 
 
 def vision_config(config: Config) -> Config:
-    """The tower's config in Transformers' words, from either spelling."""
+    """The tower's config in Transformers' words, from either naming."""
     vision = config.get("vision_config") or {}
     own = {k: v for k, v in vision.items() if k in VISION_DEFAULTS}
     return VISION_DEFAULTS | own | {own_key: vision[key] for key, own_key in VISION_KEYS.items() if key in vision}

@@ -36,13 +36,13 @@ GROUPED = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Side:
-    """One spelling: the layout, the text model's root, and the prefix of the head."""
+    """How one side names its tensors: the layout, the text model's root, and the prefix of the head."""
 
     name: str
     root: str
     head: str
 
-    def spell(self, row: Row) -> str:
+    def name_of(self, row: Row) -> str:
         """The name template of a row."""
         if row.kind == "head":
             return self.head + row.name
@@ -204,7 +204,7 @@ def _read_forms(source: K2Source, reader: Reader) -> None:
     for row in source.layout.rows():
         if len(row.shape) != 2 or (row.kind == "head" and source.tied):
             continue
-        stem = source.side.spell(row).removesuffix("weight")
+        stem = source.side.name_of(row).removesuffix("weight")
         for layers, count in source.layer_groups(row):
             shape = source.layout.shape(row.shape, **({"E": count} if count else {}))
             for layer in layers or (NO_LAYER,):

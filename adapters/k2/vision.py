@@ -26,7 +26,7 @@ from kconv.errors import KconvError
 from kconv.options import Options
 from kconv.planning.rules import Rule, rule
 from kconv.spec import FLOATS, Spec, dtype_name
-from kconv.transforms.base import Iso, Par, Same, Seq
+from kconv.transforms.base import Par, Same, Seq, Transform
 from kconv.transforms.dtype import Cast
 from kconv.transforms.inverse import Inverse
 from kconv.transforms.shape import Fuse, Reshape, Transpose
@@ -74,10 +74,10 @@ class Renaming:
 
     def _rule(self, row: VisionRow, shape: tuple[int, ...], form: Form | None, dtype: str, over: dict) -> Rule:
         asked = dtype_name(self.options.dtype) if self.options.dtype else None
-        moved = _iso(row, shape, self.config["num_attention_heads"])
+        moved = _transform(row, shape, self.config["num_attention_heads"])
         if form is None or (self.native and asked):
             ends = (asked or dtype, dtype) if self.native else (dtype, asked or dtype)
-            cast: Iso = Same() if ends[0] == ends[1] else Cast(*ends)
+            cast: Transform = Same() if ends[0] == ends[1] else Cast(*ends)
             expect = ((tuple(Spec(d, shape) for d in sorted(FLOATS)),),)
             return rule(row.published, row.native, _chain(cast, moved, len(row.native), 0), over=over, expect=expect)
         kept = self._kept(row, form, over)
@@ -128,7 +128,7 @@ def _beside(row: VisionRow) -> str:
     return row.native[0].removesuffix("weight") if len(row.native) == 1 else row.native[0].replace("q_proj.weight", "qkv_proj.")
 
 
-def _chain(first: Iso, moved: Iso, parts: int, kept: int) -> Iso:
+def _chain(first: Transform, moved: Transform, parts: int, kept: int) -> Transform:
     """`first`, then `moved` on the values alone, without steps that do nothing."""
     beside = (1,) * kept
     then = Par((moved, *(Same() for _ in beside)), (1, *beside), (parts, *beside)) if kept else moved
@@ -149,7 +149,7 @@ def vision_sizes(config: dict, hidden: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _iso(row: VisionRow, shape: tuple[int, ...], heads: int) -> Iso:
+def _transform(row: VisionRow, shape: tuple[int, ...], heads: int) -> Transform:
     if len(row.native) != len(QKV):
         return Same()
     rows, rest = shape[0] // 3, shape[1:]

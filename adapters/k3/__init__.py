@@ -8,7 +8,7 @@
 | `...experts.{e}.w1|w3.weight_packed|_scale` | `mlp.experts.gate_up_proj_packed|_scale` [E, 2M, ...] | stack, gate rows first |
 | `...experts.{e}.w2.weight_packed|_scale` | `mlp.experts.down_proj_packed|_scale` [E, L, ...] | stack |
 | the same pairs | `gate_up_proj`, `down_proj`, and the scales in a sidecar | MXFP4 decode |
-| any weight in FP8, INT4, NVFP4, MXFP4 | the plain weight, and the scales in a sidecar | decode (`formats`, `reforming`) |
+| any weight in FP8, INT4, NVFP4, MXFP4 | the plain weight, and the scales in a sidecar | decode (`formats`, `weights.rules`) |
 | `vision_tower.*`, `mm_projector.*` | the same names in files of their own, or left out | same bytes, or like any weight |
 
 How a weight is stored is decided by the tensors present; the config's ignore list is incomplete.

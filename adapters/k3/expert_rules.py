@@ -6,7 +6,7 @@
 | per expert, quantised | stacked or per expert, decoded | decode; scales go along in a sidecar, `gate_up_proj_scale` ... |
 | per expert, plain | stacked or per expert, plain | bytes move, or a cast |
 | stacked, packed | stacked, decoded | MXFP4 decode over the whole stack |
-| any | MXFP4, NVFP4, FP8 in blocks | re-encode (`reforming`), on request |
+| any | MXFP4, NVFP4, FP8 in blocks | re-encode (`weights.rules`), on request |
 
 Only MXFP4 stays packed in the native layout; other forms are decoded there.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from kconv.adapters.k3.source import K3Source, Side
 from kconv.adapters.k3.table import DOWN, EXPERTS, GATE, UP
 from kconv.adapters.weights.forms import ENCODED, MXFP4, Form, plain
-from kconv.adapters.weights.rules import DTYPES, TORCH, Reforming
+from kconv.adapters.weights.rules import DTYPES, TORCH, WeightRules
 from kconv.errors import KconvError
 from kconv.names import ranges
 from kconv.options import Options
@@ -171,12 +171,12 @@ class ExpertRules:
         first = lefts[0]
         stacked = first not in EXPERTS
         shape = self.source.layout.shape(EXPERTS[GATE if first == "gate_up_proj" else DOWN if stacked else first])
-        pieces = tuple(_spelling(self.left, part) for part in lefts)
+        pieces = tuple(_naming(self.left, part) for part in lefts)
         floats = self._floats(stored, wanted)
-        spell = _spelling(self.right, right)
-        spelled = Reforming(stored, wanted, pieces, spell, self.backward, shape, floats, sidecar, restore)
-        for rule in spelled.rules(over, stack, why):
-            yield Rule(rule.left, rule.right, rule.iso, rule.over, rule.stack, None, rule.group) if stacked else rule
+        naming = _naming(self.right, right)
+        made = WeightRules(stored, wanted, pieces, naming, self.backward, shape, floats, sidecar, restore)
+        for rule in made.rules(over, stack, why):
+            yield Rule(rule.left, rule.right, rule.transform, rule.over, rule.stack, None, rule.group) if stacked else rule
 
     def _floats(self, stored: Form, wanted: Form) -> frozenset[str]:
         dtype = self.source.layout.config.get("dtype")
@@ -189,15 +189,15 @@ class ExpertRules:
             return self.options.sidecar
         if not stored.plain or wanted != published:
             return False
-        scale = _spelling(self.source.side, name)(wanted.kept[0]).format_map({"layer": group.layers[0]})
+        scale = _naming(self.source.side, name)(wanted.kept[0]).format_map({"layer": group.layers[0]})
         return scale in self.source.checkpoint.entries
 
     def _carried(self, name: str, over: dict[str, tuple[int, ...]], published: Form | None) -> Iterator[Rule]:
         """A decoded native checkpoint's own scales go along to another native one."""
-        spell = _spelling(self.right, name)
+        naming = _naming(self.right, name)
         for key in published.kept if published and self.options.sidecar else ():
-            if spell(key).format_map({"layer": over["layer"][0]}) in self.source.checkpoint.entries:
-                yield Rule(((spell(key),),), (spell(key),), Same(), over, group=("sidecar",))
+            if naming(key).format_map({"layer": over["layer"][0]}) in self.source.checkpoint.entries:
+                yield Rule(((naming(key),),), (naming(key),), Same(), over, group=("sidecar",))
 
     def _activations(self, group: Group) -> Iterator[Rule]:
         """Activation scales of the experts, into the sidecar, back, or along."""
@@ -211,17 +211,17 @@ class ExpertRules:
                 experts = tuple(range(group.count))
                 if "native" not in (self.left.name, self.right.name):
                     for part in parts:
-                        left, right = (_spelling(side, part)(suffix) for side in (self.left, self.right))
+                        left, right = (_naming(side, part)(suffix) for side in (self.left, self.right))
                         yield Rule(((left,),), (right,), Same(), {**over, "expert": experts})
                     continue
                 if self.left.name == "native":
-                    own = _spelling(self.left, name)(suffix)
+                    own = _naming(self.left, name)(suffix)
                     yield Rule(((own,),), (own,), Same(), over, group=("sidecar",))
                     continue
-                pieces = tuple((_spelling(self.left, part)(suffix),) for part in parts)
-                iso = Reshape((), (1,)) if spec.shape == () else Same()
-                right = _spelling(self.right, name)(suffix)
-                yield Rule(pieces, (right,), iso, over, ("expert", experts), group=("sidecar",))
+                pieces = tuple((_naming(self.left, part)(suffix),) for part in parts)
+                transform = Reshape((), (1,)) if spec.shape == () else Same()
+                right = _naming(self.right, name)(suffix)
+                yield Rule(pieces, (right,), transform, over, ("expert", experts), group=("sidecar",))
 
     def _say_decoded(self) -> None:
         """A note for experts that are decoded because the native layout cannot keep them."""
@@ -235,7 +235,7 @@ class ExpertRules:
             self.source.notes.append(f"{held}: decoded to {self.format}; only MXFP4 stays packed in the native layout")
 
 
-def _spelling(side: Side, part: str) -> Any:
+def _naming(side: Side, part: str) -> Any:
     """A projection's tensors by key: the native names of a stack, or the published ones of each expert."""
     base = side.root + "layers.{layer}." + side.moe + "experts."
     if side.name == "native":

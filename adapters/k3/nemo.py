@@ -8,7 +8,7 @@
 | `mlp.experts.down_proj` [E, L, M] | `mlp.experts.down_projs` [E, M, L] |
 | anything else | the same name and bytes |
 
-The rules are those of the native layout with their native side spelled and laid out so: one table, no second one. What
+The rules are those of the native layout with their native side named and laid out so: one table, no second one. What
 NeMo keeps in fp32 is written so; packed experts are decoded, their scales go along in a sidecar. A checkpoint in this
 layout is read as a native one. Source: nemo-automodel 0.7.0, whose model takes the result with `strict=True`.
 """
@@ -27,10 +27,10 @@ from kconv.options import Options
 from kconv.planning.edges import Layouts
 from kconv.planning.rules import Drop, Rule
 from kconv.spec import Spec
-from kconv.transforms.base import Iso, Par, Same, Seq
+from kconv.transforms.base import Par, Same, Seq, Transform
 from kconv.transforms.dtype import Cast
 from kconv.transforms.shape import Transpose
-from kconv.transforms.side_by_side import Abreast
+from kconv.transforms.side_by_side import SideBySide
 
 NAME = "nemo"
 ATTENTION = {
@@ -116,37 +116,38 @@ def _respelled(rule: Rule, checkpoint: Checkpoint, *, source: bool, backward: bo
     """The rule with its native side in NeMo's names and layout; that is the left one only from nemo to native."""
     if source and not backward:
         left = tuple(tuple(_renamed(n, RENAMED) for n in piece) for piece in rule.left)
-        steps = (_on_first(SWAPPED, len(rule.left[0])), rule.iso)
+        steps = (_on_first(SWAPPED, len(rule.left[0])), rule.transform)
         grouped = _grouped(rule.left[0][0])
-        iso, expected = (_simple(steps), None) if grouped else (rule.iso, rule.expect)
-        return dataclasses.replace(rule, left=left, iso=iso, expect=expected)
+        transform, expected = (_simple(steps), None) if grouped else (rule.transform, rule.expect)
+        return dataclasses.replace(rule, left=left, transform=transform, expect=expected)
     right = tuple(_renamed(n, RENAMED) for n in rule.right)
     if not _grouped(rule.right[0]):
-        iso = rule.iso if source or right == rule.right else _in_fp32(rule, checkpoint)
-        return dataclasses.replace(rule, right=right, iso=iso)
+        transform = rule.transform if source or right == rule.right else _in_fp32(rule, checkpoint)
+        return dataclasses.replace(rule, right=right, transform=transform)
     if rule.stack is None:
-        return dataclasses.replace(rule, right=right, iso=_simple((rule.iso, _on_first(SWAPPED, len(right)))))
+        return dataclasses.replace(rule, right=right, transform=_simple((rule.transform, _on_first(SWAPPED, len(right)))))
     expected = rule.expect and (tuple(choices for piece in rule.expect for choices in piece),)
     left = (tuple(name for piece in rule.left for name in piece),)
-    return dataclasses.replace(rule, left=left, right=right, iso=Abreast(rule.iso, len(rule.left)), expect=expected)
+    joined = SideBySide(rule.transform, len(rule.left))
+    return dataclasses.replace(rule, left=left, right=right, transform=joined, expect=expected)
 
 
-def _in_fp32(rule: Rule, checkpoint: Checkpoint) -> Iso:
-    """The rule's iso, then the fp32 that NeMo's holders have."""
+def _in_fp32(rule: Rule, checkpoint: Checkpoint) -> Transform:
+    """The rule's transform, then the fp32 that NeMo's holders have."""
     first = rule.left[0][0].format_map(next(rule.bindings()))
     entry = checkpoint.entries.get(first)
     if entry is None or entry.spec.dtype == "F32":
-        return rule.iso
-    return _simple((rule.iso, Cast(entry.spec.dtype, "F32")))
+        return rule.transform
+    return _simple((rule.transform, Cast(entry.spec.dtype, "F32")))
 
 
-def _on_first(iso: Iso, count: int) -> Iso:
-    """`iso` on the first of `count` tensors, the others as they are."""
+def _on_first(transform: Transform, count: int) -> Transform:
+    """`transform` on the first of `count` tensors, the others as they are."""
     ones = (1,) * count
-    return iso if count == 1 else Par((iso, *(Same() for _ in range(count - 1))), ones, ones)
+    return transform if count == 1 else Par((transform, *(Same() for _ in range(count - 1))), ones, ones)
 
 
-def _simple(steps: Iterable[Iso]) -> Iso:
+def _simple(steps: Iterable[Transform]) -> Transform:
     """Steps one after the other, without those that do nothing."""
     kept = tuple(s for s in steps if not isinstance(s, Same))
     return kept[0] if len(kept) == 1 else Seq(kept) if kept else Same()

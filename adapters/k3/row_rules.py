@@ -3,7 +3,7 @@
 | row | source -> target | how |
 |---|---|---|
 | `A_log` | published <-> native | trimmed, reshaped or the same |
-| a weight [O, I] | any form of `formats` | decoded for `native`, kept for `hf`, re-encoded on request (`reforming`) |
+| a weight [O, I] | any form of `formats` | decoded for `native`, kept for `hf`, re-encoded on request (`weights.rules`) |
 | anything else | | the same bytes, or a cast |
 | activation scales | published <-> native | the same bytes, in the sidecar; left out where the weight loses its form |
 """
@@ -17,11 +17,11 @@ from kconv.adapters.k3.source import K3Source, Side
 from kconv.adapters.tables import checks
 from kconv.adapters.tables.rows import Row
 from kconv.adapters.weights.forms import FP8_BLOCK, Form, plain
-from kconv.adapters.weights.rules import Reforming
+from kconv.adapters.weights.rules import WeightRules
 from kconv.options import Options
 from kconv.planning.rules import Rule, rule
 from kconv.spec import FLOATS, Spec, dtype_name
-from kconv.transforms.base import Iso, Same
+from kconv.transforms.base import Same, Transform
 from kconv.transforms.dtype import Cast
 from kconv.transforms.shape import Reshape, TrimZeros
 
@@ -50,7 +50,7 @@ class RowRules:
             if row.name == "lm_head.weight" and self.source.tied:
                 continue
             for layers, count in self.source.layer_groups(row):
-                if len(row.shape) == 2 and self.left.spell(row).endswith(".weight"):
+                if len(row.shape) == 2 and self.left.name_of(row).endswith(".weight"):
                     yield from self._weight(row, layers, count)
                 else:
                     yield self._plain(row, layers, count)
@@ -62,7 +62,7 @@ class RowRules:
             shape, why = self._a_log(), f"{why} alone, padded with zeros to a multiple of 8, or as [1, 1, heads, 1]"
         expect = ((tuple(Spec(d, shape) for d in sorted(self._floats())),),)
         over = {"layer": layers} if layers else {}
-        return rule(self.left.spell(row), self.right.spell(row), self._iso(row), over=over, expect=expect, why=why)
+        return rule(self.left.name_of(row), self.right.name_of(row), self._transform(row), over=over, expect=expect, why=why)
 
     def _a_log(self) -> tuple[int, ...]:
         """The published form of A_log. Text-only from native it has no padding, with which the remote code does not load."""
@@ -70,7 +70,7 @@ class RowRules:
         bare = self.backward and self.options.to == "hf-text" and len(shape) == 1
         return (self.source.layout.sizes["H"],) if bare else shape
 
-    def _iso(self, row: Row) -> Iso:
+    def _transform(self, row: Row) -> Transform:
         if row.name.endswith("A_log") and self.left.name != self.right.name:
             heads, shape = self.source.layout.sizes["H"], self._a_log()
             if len(shape) > 1:
@@ -93,8 +93,8 @@ class RowRules:
             self.decodes |= wanted.plain and not stored.plain
             if wanted != (published or wanted) or (published is None and not wanted.plain):
                 self._lose(row, mine, wanted)
-            made = Reforming(
-                stored, wanted, (_spelling(self.left, row),), _spelling(self.right, row), self.backward, shape,
+            made = WeightRules(
+                stored, wanted, (_naming(self.left, row),), _naming(self.right, row), self.backward, shape,
                 frozenset({*self._floats(), dtype} if native else self._floats()),
                 self._sidecar(row, mine, stored, wanted, published), native and wanted == published,
             )  # fmt: skip
@@ -126,7 +126,7 @@ class RowRules:
         """A native checkpoint's own scales go along to another native one."""
         for suffix in published.kept if self.options.sidecar else ():
             if self._names(row, layers[:1], suffix)[0] in self.source.checkpoint.entries:
-                name = _spelling(self.right, row)(suffix)
+                name = _naming(self.right, row)(suffix)
                 yield Rule(((name,),), (name,), Same(), over, group=("sidecar",))
 
     def _lose(self, row: Row, layers: tuple[int, ...], wanted: Form) -> None:
@@ -146,7 +146,7 @@ class RowRules:
             yield rule(_tail(self.left, tail), _tail(self.right, tail), over={"layer": layers}, group=group)
 
     def _names(self, row: Row, layers: tuple[int, ...], suffix: str) -> list[str]:
-        template = _spelling(self.source.side, row)(suffix)
+        template = _naming(self.source.side, row)(suffix)
         return [template.format_map({"layer": layer}) for layer in layers or (0,)]
 
     def _stored(self, row: Row, layers: tuple[int, ...]) -> str:
@@ -170,12 +170,12 @@ class RowRules:
         return allowed
 
 
-def _spelling(side: Side, row: Row) -> Any:
-    stem = side.spell(row).removesuffix("weight")
+def _naming(side: Side, row: Row) -> Any:
+    stem = side.name_of(row).removesuffix("weight")
     return lambda key: stem + key
 
 
 def _tail(side: Side, tail: str) -> str:
-    """A tensor below a layer, given in the native spelling."""
+    """A tensor below a layer, given by its native name."""
     own = tail.startswith("mlp.") and side.name != "native" and tail.split(".")[1] not in ("gate_proj", "up_proj", "down_proj")
     return side.root + "layers.{layer}." + (side.moe + tail.removeprefix("mlp.") if own else tail)

@@ -39,7 +39,7 @@ DOTTED = {"_res_norm.weight": "_res.norm_weight", "_res_proj.weight": "_res.proj
 
 @dataclass(frozen=True)
 class Side:
-    """One spelling of the names: the layout, the text model's root, and the prefix of the head."""
+    """How one side names its tensors: the layout, the text model's root, and the prefix of the head."""
 
     name: str
     root: str
@@ -47,7 +47,7 @@ class Side:
     dotted_res: bool = False
     dense_as_moe: bool = False
 
-    def spell(self, row: Row) -> str:
+    def name_of(self, row: Row) -> str:
         """The name template of a row on this side."""
         name = row.name
         if self.name != "native" and (row.kind == "moe" or (row.kind == "dense" and self.dense_as_moe)):
@@ -113,7 +113,7 @@ class K3Source:
     def stored_dtype(self, row: Row) -> str:
         """The dtype in which the first tensor of a row is stored (F32 where it is missing)."""
         layers = self.inside(self.layout.kinds.get(row.kind, ()))
-        name = self.side.spell(row).format_map({"layer": layers[0] if layers else 0})
+        name = self.side.name_of(row).format_map({"layer": layers[0] if layers else 0})
         entry = self.checkpoint.entries.get(name)
         return entry.spec.dtype if entry else "F32"
 
@@ -123,7 +123,7 @@ class K3Source:
         return dtype_name(self.layout.config.get("dtype") or "bfloat16")
 
     def activations(self) -> dict[str, dict[int, Spec]]:
-        """Activation scales outside the experts: name below the layer, natively spelled -> layer -> spec."""
+        """Activation scales outside the experts: name below the layer, as named natively -> layer -> spec."""
         return self.forms.activations
 
     def expert_activations(self, layer: int, stacked: str, part: str) -> dict[str, Spec]:
@@ -198,7 +198,7 @@ def _read_forms(source: K3Source, reader: Reader) -> None:
     side = source.side
     read_forms(source.tower, source.checkpoint, reader)
     for row in source.layout.rows():
-        name = side.spell(row)
+        name = side.name_of(row)
         if len(row.shape) != 2 or not name.endswith(".weight") or (row.name == checks.HEAD and source.tied):
             continue
         for layers, count in source.layer_groups(row):
@@ -237,7 +237,7 @@ def _activations(source: K3Source, forms: Forms) -> None:
 
 
 def _published(checkpoint: Checkpoint, problems: list[str]) -> Side:
-    """The published spelling of this checkpoint's names."""
+    """How this checkpoint's published names are made."""
     found = [(r, h) for r, h in ROOTS if any(a.name.startswith(r + "layers.") for a in checkpoint.alike)]
     if not found:
         some = ", ".join(list(checkpoint.entries)[:3])

@@ -26,7 +26,7 @@ from typing import Any
 from kconv.errors import KconvError
 from kconv.kernels.geometry import layout_of, scale_shape
 from kconv.spec import FLOATS, Spec
-from kconv.transforms.base import Iso, Specs
+from kconv.transforms.base import Specs, Transform
 from kconv.transforms.fp8 import CODES, Fp8
 from kconv.transforms.int4 import Int4
 from kconv.transforms.mxfp4 import Mxfp4
@@ -67,7 +67,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class Form:
-    """How a weight is stored: its tensors' suffixes in the order of its iso's left side, and that iso's parameters."""
+    """How a weight is stored: its tensors' suffixes in the order of its transform's left side, and the transform's parameters."""
 
     kind: str
     names: tuple[str, ...] = ("weight",)
@@ -92,8 +92,8 @@ class Form:
         """Suffixes of the tensors that must stay beside decoded values for the stored bits to come back."""
         return tuple(n for n in self.names[1:] if n != "weight_shape")
 
-    def decoder(self, dtype: str, columns: int, *, sidecar: bool) -> Iso:
-        """The iso from the stored tensors of a weight [O, columns] to its values."""
+    def decoder(self, dtype: str, columns: int, *, sidecar: bool) -> Transform:
+        """The transform from the stored tensors of a weight [O, columns] to its values."""
         if self.kind == "mxfp4":
             return Mxfp4(dtype, sidecar, MX_GROUP, self.scale, self.stored)
         if self.kind == "nvfp4":
@@ -164,7 +164,7 @@ MXFP4 = Form("mxfp4", ("weight_packed", "weight_scale"), "U8", "U8")
 NVFP4 = Form("nvfp4", ("weight_packed", "weight_scale", "weight_global_scale"), "U8", "F8_E4M3", whole=(1,))
 FP8_BLOCK = Form("fp8", ("weight", "weight_scale"), "F8_E4M3", "BF16", "F8_E4M3", "block", (128, 128))
 ENCODED = {"mxfp4": MXFP4, "nvfp4": NVFP4, "fp8-block": FP8_BLOCK}
-"""Forms that weights are re-encoded to, in the spelling of compressed-tensors."""
+"""Forms that weights are re-encoded to, as compressed-tensors names them."""
 OWN_CONFIG = "give the config.json that belongs to these weights"
 REFETCH = "fetch the files again, or ask the publisher: half of a quantised weight cannot be read"
 

@@ -51,7 +51,7 @@ class Forms:
     Args:
         rows: row name -> layer (`NO_LAYER`: none) -> its form in the published layout.
         experts: layer -> projection -> its form in the published layout.
-        activations: tensor below a layer, in the native spelling -> layer -> spec.
+        activations: tensor below a layer, by its native name -> layer -> spec.
         expert_activations: layer -> (projection, suffix) -> spec.
         counts: label -> modules, tensors and bytes, for people.
         unread: (row name, layer) -> tensors of a weight whose form cannot be told, of which a problem speaks.

@@ -22,14 +22,14 @@ from kconv.adapters.weights.forms import ENCODED, Form
 from kconv.errors import KconvError
 from kconv.planning.rules import Domain, Rule
 from kconv.spec import FLOATS, Spec
-from kconv.transforms.base import Iso, Par, Same, Seq
+from kconv.transforms.base import Par, Same, Seq, Transform
 from kconv.transforms.dtype import Cast
 from kconv.transforms.inverse import Inverse, inverse
 from kconv.transforms.quantize import Quantize, QuantizeFp8, QuantizeMxfp4, QuantizeNvfp4
 from kconv.transforms.shape import Reshape
 
 Keys = tuple[str, ...]
-Spell = Callable[[str], str]
+Naming = Callable[[str], str]
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -41,7 +41,7 @@ class Step:
 
     source: Keys
     target: Keys
-    iso: Iso
+    transform: Transform
     groups: tuple[str, ...] = ("model",)
 
 
@@ -59,25 +59,25 @@ def steps(stored: Form, wanted: Form, columns: int, *, sidecar: bool, restore: b
         same = stored.stored == wanted.stored
         return [Step(("weight",), ("weight",), Same() if same else Cast(stored.stored, wanted.stored))]
     if wanted.plain:
-        iso = _decoder(stored, wanted.stored, columns, sidecar, stacked)
+        transform = _decoder(stored, wanted.stored, columns, sidecar, stacked)
         kept = stored.kept if sidecar else ()
-        return [Step(stored.names, ("weight", *kept), iso, ("model", *("sidecar",) * len(kept)))]
+        return [Step(stored.names, ("weight", *kept), transform, ("model", *("sidecar",) * len(kept)))]
     if stored.plain and restore:
-        iso = Inverse(_decoder(wanted, stored.stored, columns, sidecar, stacked))
-        return [Step(("weight", *(wanted.kept if sidecar else ())), wanted.names, iso)]
+        transform = Inverse(_decoder(wanted, stored.stored, columns, sidecar, stacked))
+        return [Step(("weight", *(wanted.kept if sidecar else ())), wanted.names, transform)]
     if stored.plain:
         return [Step(("weight",), wanted.names, _encoder(wanted, stored.stored))]
     decode = stored.decoder("F32", columns, sidecar=False)
     return [Step(stored.names, wanted.names, Seq((decode, _encoder(wanted, "F32"))))]
 
 
-def _decoder(form: Form, dtype: str, columns: int, sidecar: bool, stacked: bool) -> Iso:
-    iso = form.decoder(dtype, columns, sidecar=sidecar)
+def _decoder(form: Form, dtype: str, columns: int, sidecar: bool, stacked: bool) -> Transform:
+    transform = form.decoder(dtype, columns, sidecar=sidecar)
     scalar = [key == form.names[-1] and form.kept and _scalar(form) for key in form.kept]
     if not (sidecar and stacked and any(scalar)):
-        return iso
+        return transform
     n = 1 + len(form.kept)
-    return Seq((iso, Par((Same(), *(Reshape((), (1,)) if s else Same() for s in scalar)), (1,) * n, (1,) * n)))
+    return Seq((transform, Par((Same(), *(Reshape((), (1,)) if s else Same() for s in scalar)), (1,) * n, (1,) * n)))
 
 
 def _scalar(form: Form) -> bool:
@@ -96,7 +96,7 @@ def _encoder(form: Form, dtype: str) -> Quantize:
 
 
 @dataclass(frozen=True)
-class Reforming:
+class WeightRules:
     """The rules of one weight, or of weights that become parts of one.
 
     Args:
@@ -110,8 +110,8 @@ class Reforming:
 
     stored: Form
     wanted: Form
-    pieces: tuple[Spell, ...]
-    right: Spell
+    pieces: tuple[Naming, ...]
+    right: Naming
     backward: bool
     shape: tuple[int, ...]
     floats: frozenset[str] = FLOATS
@@ -127,8 +127,8 @@ class Reforming:
             left, right = (step.target, step.source) if self.backward else (step.source, step.target)
             expect = self._expect(left)
             yield Rule(
-                tuple(tuple(spell(key) for key in left) for spell in self.pieces), tuple(self.right(key) for key in right),
-                inverse(step.iso) if self.backward else step.iso, over, stack, (expect,) * len(self.pieces),
+                tuple(tuple(name(key) for key in left) for name in self.pieces), tuple(self.right(key) for key in right),
+                inverse(step.transform) if self.backward else step.transform, over, stack, (expect,) * len(self.pieces),
                 ("model",) if self.backward else step.groups, why=why,
             )  # fmt: skip
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from kconv.adapters.tables.rows import Row
 from kconv.adapters.weights.forms import ACTIVATIONS, SCALES, Form, plain
 from kconv.adapters.weights.inventory import NO_LAYER, SIDECAR, Forms, Reader
-from kconv.adapters.weights.rules import Reforming
+from kconv.adapters.weights.rules import WeightRules
 from kconv.checkpoint.reading import Checkpoint
 from kconv.options import Options
 from kconv.planning.rules import Rule, rule
 from kconv.spec import FLOATS, Spec, dtype_name
-from kconv.transforms.base import Iso, Same
+from kconv.transforms.base import Same, Transform
 from kconv.transforms.dtype import Cast
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -126,7 +126,7 @@ class VisionRules:
         spell = name.removesuffix("weight").__add__
         backward = self.native and self.options.to != "native"
         sidecar = self._sidecar(name, published)
-        made = Reforming(stored, wanted, (spell,), spell, backward, shape, FLOATS, sidecar, self.native and wanted == published)
+        made = WeightRules(stored, wanted, (spell,), spell, backward, shape, FLOATS, sidecar, self.native and wanted == published)
         for one in made.rules({}, None, ""):
             yield dataclasses.replace(one, group=tuple(self.group if g == "model" else g for g in one.group))
         if self.native and self.options.to == "native" and published and sidecar and self.options.sidecar and not self.asked:
@@ -151,11 +151,11 @@ class VisionRules:
         entry = self.checkpoint.entries.get(name)
         free = name not in self.found.shapes and not name.endswith((".weight", ".bias"))
         expect = None if free else ((tuple(Spec(d, shape) for d in sorted(FLOATS)),),)
-        iso: Iso = Same()
+        transform: Transform = Same()
         if self.asked and entry and entry.spec.dtype in FLOATS and entry.spec.dtype != self.asked:
             ends = (entry.spec.dtype, self.asked)
-            iso = Cast(*(ends[::-1] if self.native and self.options.to != "native" else ends))
-        return rule(name, name, iso, expect=expect, group=(self.group,))
+            transform = Cast(*(ends[::-1] if self.native and self.options.to != "native" else ends))
+        return rule(name, name, transform, expect=expect, group=(self.group,))
 
     def _activation(self, name: str, weight: str, published: Form | None) -> Iterator[Rule]:
         """A scale of activations, where the weight keeps its form, or beside the sidecar's scales."""

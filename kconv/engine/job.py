@@ -259,16 +259,16 @@ class Job:
             slabs=progress.slabs,
             resumed_slabs=self.resumed,
             part=list(self.settings.part),
-            errors={step: error.figures() for step, error in progress.heard.errors.items()},
-            notes=[*self.plan.layouts.notes, *said(progress.heard)],
+            errors={step: error.figures() for step, error in progress.notes.errors.items()},
+            notes=[*self.plan.layouts.notes, *lines_of(progress.notes)],
         )
 
 
-def said(heard: Notes) -> list[str]:
+def lines_of(notes: Notes) -> list[str]:
     """What the conversion itself had to say: how much re-encoding lost, and suspicious data."""
-    lines = [f"re-encoded to {step}: {error}" for step, error in heard.errors.items()]
-    more = len(heard.warnings) - MOST_WARNINGS
-    return lines + heard.warnings[:MOST_WARNINGS] + ([f"and {more} more tensors like these"] if more > 0 else [])
+    lines = [f"re-encoded to {step}: {error}" for step, error in notes.errors.items()]
+    more = len(notes.warnings) - MOST_WARNINGS
+    return lines + notes.warnings[:MOST_WARNINGS] + ([f"and {more} more tensors like these"] if more > 0 else [])
 
 
 def differing(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -41,7 +41,11 @@ def _unchanged(plan: Plan, edge: Edge) -> list[str]:
     """The targets of an edge that are a source tensor of the same name and spec, byte for byte."""
     lefts = edge.rule.left_names(edge.binding, edge.rule.domain[0])
     rights = edge.rule.right_names(edge.binding)
-    if not edge.rule.iso.moves_bytes() or len(edge.rule.domain) != 1 or [tuple(rights)] != [tuple(piece) for piece in lefts]:
+    if (
+        not edge.rule.transform.moves_bytes()
+        or len(edge.rule.domain) != 1
+        or [tuple(rights)] != [tuple(piece) for piece in lefts]
+    ):
         return []
     return [n for n in rights if n in plan.targets and n in plan.source.entries and plan.targets[n].spec == plan.entry(n).spec]
 

@@ -38,11 +38,11 @@ def peak_bytes(plan: Plan, workers: int, device: str = "cpu") -> int:
     largest: dict[tuple, int] = {}
     for edge in plan.edges:
         for lefts, rights in zip(edge.lefts, edge.rights, strict=True):
-            key = (edge.rule.iso, lefts, rights)
+            key = (edge.rule.transform, lefts, rights)
             if key in largest:
                 continue
             total = sum(s.nbytes for s in (*lefts, *rights))
-            tiled = edge.rule.iso.tiles(lefts, rights) is not None
+            tiled = edge.rule.transform.tiles(lefts, rights) is not None
             largest[key] = min(total, 2 * part_bytes(device)) if tiled else total
     return workers * max(largest.values(), default=0)
 
@@ -137,7 +137,7 @@ def check_padding(plan: Plan) -> None:
     """Refuse padding that is not zero where a conversion would trim it: the data of those few small tensors is read."""
     problems = []
     for edge in plan.edges:
-        if isinstance(edge.rule.iso, TrimZeros) and not plan.backward:
+        if isinstance(edge.rule.transform, TrimZeros) and not plan.backward:
             problems += _filled_padding(plan, edge)
     if problems:
         raise Problems(
@@ -152,12 +152,12 @@ def _filled_padding(plan: Plan, edge: Edge) -> list[str]:
         for (name, *_), (spec, *_) in zip(edge.rule.left_names(edge.binding, value), edge.lefts, strict=True):
             entry = plan.entry(name)
             data = bytearray(plan.source.files.read(entry.file, entry.start, spec.nbytes))
-            if edge.rule.iso.on_bytes([np.frombuffer(data, np.uint8)], (spec,), False) is not None:
+            if edge.rule.transform.on_bytes([np.frombuffer(data, np.uint8)], (spec,), False) is not None:
                 continue
             import torch
 
             try:
-                edge.rule.iso.forward([torch.frombuffer(data, dtype=torch_dtype(spec.dtype)).view(spec.shape)])
+                edge.rule.transform.forward([torch.frombuffer(data, dtype=torch_dtype(spec.dtype)).view(spec.shape)])
             except BadData as e:
                 problems.append(f"{name} in {entry.file}, position {list(e.position)}: {e.message}")
     return problems

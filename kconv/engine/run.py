@@ -65,7 +65,7 @@ def execute(
                     with progress.lock:
                         progress.slabs += 1
             with progress.lock:
-                progress.heard.merge(worker.heard)
+                progress.notes.merge(worker.notes)
         except BaseException as e:
             failures.append((share.order if share else (), e))
             stop.set()

@@ -1,6 +1,6 @@
 """The unit of work: a slab is a run of parts that is read, converted and written in one go, about 32 MB of output.
 
-A part is some rows of one piece of one edge: regions to read, regions to write, and the iso between them. A stream is
+A part is some rows of one piece of one edge: regions to read, regions to write, and the transform between them. A stream is
 the slabs of one output file, front to back, so that a worker that stays with a stream writes in order. The numbering
 (file, slab) is a pure function of plan and layout, which is what lets a journal be resumed and `--part I/N` split the work.
 """
@@ -17,7 +17,7 @@ from kconv.planning.edges import Edge
 from kconv.planning.plan import Plan
 from kconv.spec import Spec
 from kconv.storage.direct import PAGE
-from kconv.transforms.base import Iso, Specs
+from kconv.transforms.base import Specs, Transform
 
 SLAB_BYTES = 32 << 20
 PART_BYTES = 8 << 20
@@ -39,9 +39,9 @@ class Region:
 
 @dataclass(slots=True)
 class Part:
-    """Regions to read, the iso and its direction, regions to write."""
+    """Regions to read, the transform and its direction, regions to write."""
 
-    iso: Iso
+    transform: Transform
     backward: bool
     reads: list[Region]
     writes: list[Region]
@@ -117,16 +117,16 @@ def _edge_parts(plan: Plan, edge: Edge, place: Place, most: int) -> Iterator[Par
                 Region(n, f, at, s, before)
                 for n, (f, _), at, s, before in zip(right_names, bases, offsets, rights, rows_before, strict=True)
             ]
-            yield from _tiled(edge.rule.iso, plan.backward, left, right, most)
+            yield from _tiled(edge.rule.transform, plan.backward, left, right, most)
             offsets = [at + s.nbytes for at, s in zip(offsets, rights, strict=True)]
             rows_before = [b + (s.shape[0] if s.shape else 0) for b, s in zip(rows_before, rights, strict=True)]
 
 
-def _tiled(iso: Iso, backward: bool, left: list[Region], right: list[Region], most: int) -> Iterator[Part]:
-    """One part, or several of about `most` bytes where the iso's rows are independent."""
+def _tiled(transform: Transform, backward: bool, left: list[Region], right: list[Region], most: int) -> Iterator[Part]:
+    """One part, or several of about `most` bytes where the transform's rows are independent."""
     specs: tuple[Specs, Specs] = tuple(r.spec for r in left), tuple(r.spec for r in right)
-    tiles = iso.tiles(*specs)
-    whole = Part(iso, backward, *((right, left) if backward else (left, right)))
+    tiles = transform.tiles(*specs)
+    whole = Part(transform, backward, *((right, left) if backward else (left, right)))
     if tiles is None or whole.cost <= most:
         yield whole
         return
@@ -136,7 +136,7 @@ def _tiled(iso: Iso, backward: bool, left: list[Region], right: list[Region], mo
     for at in range(0, count, step):
         lefts = [_rows(r, at * n, (at + step) * n) for r, n in zip(left, tiles.left, strict=True)]
         rights = [_rows(r, at * n, (at + step) * n) for r, n in zip(right, tiles.right, strict=True)]
-        yield Part(iso, backward, *((rights, lefts) if backward else (lefts, rights)))
+        yield Part(transform, backward, *((rights, lefts) if backward else (lefts, rights)))
 
 
 def _paged(step: int, rows: list[int]) -> int:

@@ -36,7 +36,7 @@ class Progress:
     slabs: int = 0
     bytes_read: int = 0
     bytes_out: int = 0
-    heard: Notes = field(default_factory=Notes)
+    notes: Notes = field(default_factory=Notes)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -95,23 +95,23 @@ def raw(tensor: Tensor | np.ndarray) -> np.ndarray:
 
 def moved(part: Part) -> bool:
     """Whether a part's outputs are its inputs' bytes."""
-    return part.iso.moves_bytes() and len(part.reads) == len(part.writes)
+    return part.transform.moves_bytes() and len(part.reads) == len(part.writes)
 
 
 def bytes_of(part: Part, data: list[np.ndarray], outs: list[np.ndarray] | None = None) -> Sequence[np.ndarray] | None:
     """A part's outputs where they need no tensors, and so no torch; None where they do."""
     if moved(part):
         return data
-    return part.iso.on_bytes(data, tuple(r.spec for r in part.reads), part.backward, outs)
+    return part.transform.on_bytes(data, tuple(r.spec for r in part.reads), part.backward, outs)
 
 
 def converted(part: Part, ins: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
     """The part's outputs, each held against its predicted spec."""
     torch_ready()
-    made = (part.iso.backward if part.backward else part.iso.forward)(ins, outs)
+    made = (part.transform.backward if part.backward else part.transform.forward)(ins, outs)
     for region, tensor in zip(part.writes, made, strict=True):
         if tensor.nbytes != region.spec.nbytes or tuple(tensor.shape) != region.spec.shape:
-            raise AssertionError(f"{part.iso} made {tensor.dtype} {list(tensor.shape)} for {region.name} {region.spec}")
+            raise AssertionError(f"{part.transform} made {tensor.dtype} {list(tensor.shape)} for {region.name} {region.spec}")
     return made
 
 
@@ -122,7 +122,7 @@ class Worker:
         self.files, self.sink, self.device = files, sink, device
         self._in, self._out = Arena(), Arena()
         self._zero_memo = zero_memo
-        self.heard = Notes()
+        self.notes = Notes()
 
     def slab(self, slab: Slab, progress: Progress) -> list[str]:
         """Do one slab, or some parts of one; returns the digests of what was written."""
@@ -145,13 +145,13 @@ class Worker:
             if all(z is not None for z in zeros):
                 return zeros  # type: ignore[return-value]
         try:
-            with collect() as heard:
+            with collect() as notes:
                 digests = self.deliver(part)
         except BadData as e:
             self.sink.refused(part, e)
             return []
-        heard.warnings = [f"{part.reads[0].name} in {part.reads[0].file}: {said}" for said in heard.warnings]
-        self.heard.merge(heard)
+        notes.warnings = [f"{part.reads[0].name} in {part.reads[0].file}: {said}" for said in notes.warnings]
+        self.notes.merge(notes)
         return digests
 
     def deliver(self, part: Part) -> list[str]:
@@ -180,7 +180,7 @@ class Worker:
 
     def kind(self, part: Part) -> tuple:
         """What decides which code a conversion runs."""
-        return self.device, part.iso, part.backward, *(r.spec.dtype for r in part.reads)
+        return self.device, part.transform, part.backward, *(r.spec.dtype for r in part.reads)
 
     def read(self, part: Part, arena: Arena, own: list[np.ndarray | None] | None = None) -> list[np.ndarray]:
         """The inputs' bytes: in their final place where the sink lends it, in the arena, or as views of mapped files."""
@@ -198,7 +198,7 @@ class Worker:
         """Whether all inputs are holes of sparse files and their conversion is zero bytes."""
         if not all(self.files.is_hole(r.file, r.offset, r.spec.nbytes) for r in part.reads):
             return False
-        key = (part.iso, part.backward, tuple(r.spec for r in part.reads))
+        key = (part.transform, part.backward, tuple(r.spec for r in part.reads))
         if key not in self._zero_memo:
             data = self._in.cut(part.reads)
             for d in data:

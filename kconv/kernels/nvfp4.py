@@ -1,6 +1,6 @@
 """NVFP4: E2M1 codes, two in a byte, a scale F8_E4M3 per 16 along the last axis, and one fp32 scale for the tensor.
 
-| spelling | tensors | factor of a group |
+| naming | tensors | factor of a group |
 |---|---|---|
 | compressed-tensors (`divides`) | `weight_packed`, `weight_scale`, `weight_global_scale` [1] | fp32(scale) / global |
 | ModelOpt (`multiplies`) | `weight`, `weight_scale`, `weight_scale_2` [] | fp32(scale) * global |

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kconv.adapters.drafts.adapter import NATIVE, DraftSource, read_source
-from kconv.adapters.drafts.spelling import spell
+from kconv.adapters.drafts.naming import published_name
 from kconv.checkpoint import manifest as manifests
 from kconv.checkpoint.claim import claim, out_path
 from kconv.checkpoint.folder import contents, unfinished, write_file
@@ -186,7 +186,7 @@ def _native_names(made: Package) -> dict[str, str]:
 
 
 def _published(source: DraftSource, name: str) -> str:
-    return spell(name, source.traits) if source.layout == NATIVE else name
+    return published_name(name, source.traits) if source.layout == NATIVE else name
 
 
 def _write(

@@ -84,10 +84,10 @@ def map_problems(source: DraftSource) -> Iterator[str]:
     d2t, t2d = (next((e for n, e in entries.items() if n.removeprefix("model.") == name), None) for name in ("d2t", "t2d"))
     if d2t is None or t2d is None:
         return
-    iso = VocabularyMaps(source.config.get("draft_vocab_size") or source.config["vocab_size"], source.config["vocab_size"])
+    transform = VocabularyMaps(source.config.get("draft_vocab_size") or source.config["vocab_size"], source.config["vocab_size"])
     try:
-        iso.forward_specs((d2t.spec, t2d.spec))
-        iso.forward([_tensor(files, e) for e in (d2t, t2d)])
+        transform.forward_specs((d2t.spec, t2d.spec))
+        transform.forward([_tensor(files, e) for e in (d2t, t2d)])
     except (BadData, SpecError) as e:
         yield f"vocabulary maps: {e}"
 

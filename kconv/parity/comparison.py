@@ -7,7 +7,7 @@
 | `padded`, `rowN` | with the mask, where it is 1; a row alone, without its padding | as `logits` |
 | `cached` | the last tokens, decoded from a cache; on request | as `logits` |
 | layer by layer | every module, each layer on the reference's inputs | any place is beyond its limits |
-| unseen | tensors that no token touched, with those of the source | their bits differ |
+| uncovered | tensors that no token touched, with those of the source | their bits differ |
 
 A value that is not finite fails, on either side; so does a comparison of nothing.
 """
@@ -24,15 +24,15 @@ import torch
 
 from kconv.errors import KconvError
 from kconv.parity.capturing import capture
+from kconv.parity.culprit import find_culprit
 from kconv.parity.golden import Golden
 from kconv.parity.layerwise import compare_layers, expected_of
 from kconv.parity.limits import FACTOR
 from kconv.parity.measures import compare_logits
 from kconv.parity.report import MAIN, Report
 from kconv.parity.trace import ByLayer, Trace, decoder_of, device_of, trace
-from kconv.parity.unseen import different, same_form, unseen
+from kconv.parity.uncovered import different, same_form, uncovered
 from kconv.parity.verdict import DERIVED, Verdict, open_report
-from kconv.parity.witness import testify
 
 if TYPE_CHECKING:
     from kconv.parity.drafts import DraftReport
@@ -146,7 +146,7 @@ def compare(
     run.masked()
     if cached:
         run.decoded()
-    run.unseen(source)
+    run.uncovered(source)
     return verdict.close()
 
 
@@ -206,7 +206,7 @@ class _Comparison:
             taught.gaps = gaps
         first = self.verdict.layers(compare_layers(taught, golden, expected_of(golden), limits), golden.routing)
         if first is not None and source is not None:
-            self.verdict.hear(testify(self.model, golden, first, load(source, self.model), limits))
+            self.verdict.hear(find_culprit(self.model, golden, first, load(source, self.model), limits))
 
     def masked(self) -> None:
         """With the mask, and rows alone without their padding, as far as the golden file has them."""
@@ -221,11 +221,11 @@ class _Comparison:
                 run = trace(self.model, golden.ids[row : row + 1, : alone.shape[1]])
                 self.verdict.judge_free(f"row{row}", compare_logits(run.logits, alone))
 
-    def unseen(self, source: Any) -> None:
+    def uncovered(self, source: Any) -> None:
         """What took no part in the runs: compared with the source's bits, or said to be unjudged."""
-        names = unseen(self.model, {i: ids for i, (ids, _) in self.first.routing.items()}, self.golden.ids)
+        names = uncovered(self.model, {i: ids for i, (ids, _) in self.first.routing.items()}, self.golden.ids)
         if names:
-            self.verdict.unseen(names, None if source is None else different(self.model, source, names))
+            self.verdict.uncovered(names, None if source is None else different(self.model, source, names))
 
     def decoded(self) -> None:
         """The last tokens one by one from a cache that the ones before filled: the cache path."""

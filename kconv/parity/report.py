@@ -40,7 +40,7 @@ class Report:
     layers: list[dict[str, Any]] = field(default_factory=list)
     noise: dict[str, float] | None = None
     not_finite: bool = False
-    unseen: dict[str, Any] | None = None
+    uncovered: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -76,7 +76,7 @@ class Report:
             "flips_by_layer": {str(k): v for k, v in self.flips_by_layer.items()},
             "routing": self.routing,
             "layers": self.layers,
-            "unseen": self.unseen,
+            "unseen": self.uncovered,
             "notes": self.notes,
         }  # fmt: skip
 

@@ -35,7 +35,7 @@ from kconv.parity.golden import Golden
 from kconv.parity.limits import FACTOR
 from kconv.parity.report import Report
 from kconv.parity.trace import DEVICE, PARTS, decoder_of
-from kconv.parity.unseen import same_form
+from kconv.parity.uncovered import same_form
 
 EQUAL = dict.fromkeys(("max_abs", "p90_abs", "median_abs", "max_kl", "mean_kl"), 0.0) | {"top1_agreement": 1.0}
 SKETCH = 16  # projections of each module output that a second checkpoint's run keeps

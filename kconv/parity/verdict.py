@@ -70,7 +70,7 @@ class Verdict:
         self.report.notes += said.pop("notes", [])
         self.report.divergence = (self.report.divergence or {}) | said
 
-    def unseen(self, names: dict[str, set[int] | None], differ: list[str] | None) -> None:
+    def uncovered(self, names: dict[str, set[int] | None], differ: list[str] | None) -> None:
         """Enter what took no part in the runs (state dict name -> idle experts), and what of it differs from the source."""
         experts = {n.split(".")[2]: e for n, e in names.items() if e is not None}
         idle = sum(map(len, experts.values()))
@@ -79,7 +79,7 @@ class Verdict:
         said += ["the first layer's self_attention_res"] if any("self_attention_res" in n for n in names) else []
         how = "not judged; --source compares them bit for bit" if differ is None else "compared with the source bit for bit"
         self.report.notes.append(f"unseen by every token, {how}: {', '.join(said)}")
-        self.report.unseen = {"experts": {k: sorted(e) for k, e in experts.items()}, "different": differ}
+        self.report.uncovered = {"experts": {k: sorted(e) for k, e in experts.items()}, "different": differ}
         for name in differ or ():
             self.report.failed.append({"check": name, "figure": "unseen, other bits than the source's", "value": 1, "limit": 0})
         if differ and self.report.first_divergence is None:

@@ -7,7 +7,7 @@
 | digest | sha256 of rules, direction and the source's names and specs: the same plan, the same digest |
 | inverse | the same rules read the other way |
 
-A plan of 497,220 tensors takes seconds because specs are memoised by iso and input spec.
+A plan of 497,220 tensors takes seconds because specs are memoised by transform and input spec.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kconv.planning.edges import Edge, Findings, Layouts, Target
 from kconv.planning.rules import Binding, Rule
 from kconv.planning.summary import Summary
 from kconv.spec import Spec
-from kconv.transforms.base import Grade, Iso, SpecError, Specs
+from kconv.transforms.base import Grade, SpecError, Specs, Transform
 
 
 class Plan:
@@ -39,7 +39,7 @@ class Plan:
         self.findings = Findings(other=list(layouts.problems), file_of=self._file_of)
         self.dropped = [n for d in layouts.drops for n in d.names]
         self._claimed: set[int] = set()  # ids of entries: the checkpoint keeps them alive
-        self._memo: dict[tuple[Iso, Specs, bool], Specs | str] = {}
+        self._memo: dict[tuple[Transform, Specs, bool], Specs | str] = {}
         self._expand()
 
     @property
@@ -60,7 +60,7 @@ class Plan:
     @property
     def grade(self) -> Grade:
         """The worst of the rules' grades."""
-        return max((edge.rule.iso.grade for edge in self.edges), default=Grade.EXACT)
+        return max((edge.rule.transform.grade for edge in self.edges), default=Grade.EXACT)
 
     def check(self) -> Plan:
         """Raise `Problems` with everything that is wrong; returns the plan itself."""
@@ -121,7 +121,7 @@ class Plan:
         names = rule.left_names(binding, rule.domain[0])
         if lefts is None or not self._expected(rule, lefts, names):
             return
-        rights = [self._specs(rule.iso, piece, False, names[i]) for i, piece in enumerate(lefts)]
+        rights = [self._specs(rule.transform, piece, False, names[i]) for i, piece in enumerate(lefts)]
         if any(r is None for r in rights):
             return
         self._add(Edge(rule, binding, lefts, rights), rule.right_names(binding))  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ class Plan:
             self.findings.wrong.append((names[0], f"is {specs[0]}, which does not divide into {n} equal parts"))
             return
         pieces = [tuple(s.rows(s.shape[0] // n) if n > 1 else s for s in elements)] * n
-        lefts = [self._specs(rule.iso, piece, True, names) for piece in pieces]
+        lefts = [self._specs(rule.transform, piece, True, names) for piece in pieces]
         if any(left is None for left in lefts):
             return
         if not self._expected(rule, lefts, [names] * len(lefts)):  # type: ignore[arg-type]
@@ -214,11 +214,11 @@ class Plan:
                 self._claimed.add(id(entry))
         return None if None in entries else tuple(e.spec for e in entries if e is not None)
 
-    def _specs(self, iso: Iso, specs: Specs, backward: bool, names: Sequence[str]) -> Specs | None:
-        key = (iso, specs, backward)
+    def _specs(self, transform: Transform, specs: Specs, backward: bool, names: Sequence[str]) -> Specs | None:
+        key = (transform, specs, backward)
         if key not in self._memo:
             try:
-                self._memo[key] = iso.backward_specs(specs) if backward else iso.forward_specs(specs)
+                self._memo[key] = transform.backward_specs(specs) if backward else transform.forward_specs(specs)
             except SpecError as e:
                 self._memo[key] = e.message
         result = self._memo[key]
@@ -257,4 +257,3 @@ class Plan:
         from kconv.planning.table import plan_rows
 
         return plan_rows(self.edges, self.backward)
-

@@ -1,7 +1,7 @@
 """Rules: direction-free rows that join the tensor names of two layouts.
 
 A `Rule` says that, for every value of its indices, the tensors on the left and the tensors on the right are the two
-sides of one iso. Two placements need no arithmetic and therefore no iso:
+sides of one transform. Two placements need no arithmetic and therefore no transform:
 
 * `fuse`: the left side is several *pieces* whose right sides lie one after the other along axis 0 (gate rows, then up);
 * `stack`: the right side gets a new leading axis over an index (one expert after the other).
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kconv.spec import Spec
-from kconv.transforms.base import Iso, Same, Specs
+from kconv.transforms.base import Same, Specs, Transform
 
 Binding = dict[str, int]
 Domain = tuple[int, ...]
@@ -32,8 +32,8 @@ class Rule:
     """One row of an adapter's table.
 
     Args:
-        left: pieces, each a tuple of name templates (the iso's left operands); a plain tuple of names is one piece.
-        right: name templates of the iso's right operands.
+        left: pieces, each a tuple of name templates (the transform's left operands); a plain tuple of names is one piece.
+        right: name templates of the transform's right operands.
         over: index name -> its values; `layer` orders the output.
         stack: index name and values of the new leading axis on the right.
         expect: allowed specs of the left operands of each piece, from the config (None: unchecked).
@@ -44,7 +44,7 @@ class Rule:
 
     left: tuple[tuple[str, ...], ...]
     right: tuple[str, ...]
-    iso: Iso = SAME
+    transform: Transform = SAME
     over: Mapping[str, Domain] = field(default_factory=dict)
     stack: tuple[str, Domain] | None = None
     expect: tuple[tuple[tuple[Spec, ...] | None, ...], ...] | None = None
@@ -88,18 +88,18 @@ class Rule:
         return {
             "left": self.left,
             "right": self.right,
-            "iso": self.iso.identity(),
+            "iso": self.transform.identity(),
             "over": {k: list(v) for k, v in self.over.items()},
             "stack": [self.stack[0], list(self.stack[1])] if self.stack else None,
             "group": self.group,
         }
 
 
-def rule(left: str | Sequence[str], right: str | Sequence[str], iso: Iso = SAME, **kwargs) -> Rule:
+def rule(left: str | Sequence[str], right: str | Sequence[str], transform: Transform = SAME, **kwargs) -> Rule:
     """A rule with one piece; single names may be given bare."""
     names = (left,) if isinstance(left, str) else tuple(left)
     rights = (right,) if isinstance(right, str) else tuple(right)
-    return Rule((names,), rights, iso, **kwargs)
+    return Rule((names,), rights, transform, **kwargs)
 
 
 @dataclass(frozen=True)

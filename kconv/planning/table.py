@@ -11,7 +11,7 @@ from kconv.names import ranges
 if TYPE_CHECKING:
     from kconv.planning.edges import Edge
     from kconv.spec import Spec
-    from kconv.transforms.base import Iso
+    from kconv.transforms.base import Transform
 
 
 def few(numbers: Sequence[int]) -> str:
@@ -59,7 +59,7 @@ def _filled(template: str, edges: list[Edge]) -> str:
 
 def _how(edge: Edge, backward: bool, source: tuple[str, ...], target: tuple[str, ...]) -> str:
     rule = edge.rule
-    steps = [] if type(rule.iso).__name__ == "Same" else [brief(rule.iso)]
+    steps = [] if type(rule.transform).__name__ == "Same" else [brief(rule.transform)]
     if rule.stack:
         steps.append(("split over " if backward else "stack over ") + f"{len(rule.domain)} {rule.stack[0]}s")
     if len(rule.left) > 1:
@@ -69,12 +69,12 @@ def _how(edge: Edge, backward: bool, source: tuple[str, ...], target: tuple[str,
     return "same" if source[0].split("layer}")[-1] == target[0].split("layer}")[-1] else "renamed"
 
 
-def brief(iso: Iso) -> str:
-    """An iso with the arguments that are not its defaults: `Mxfp4(BF16)`; steps one after the other, or side by side."""
-    steps = getattr(iso, "steps", None)
+def brief(transform: Transform) -> str:
+    """A transform with the arguments that are not its defaults: `Mxfp4(BF16)`; steps one after the other, or side by side."""
+    steps = getattr(transform, "steps", None)
     if steps:
-        return (" | " if type(iso).__name__ == "Par" else ", then ").join(map(brief, steps))
-    fields = {f.name: (getattr(iso, f.name), f.default) for f in dataclasses.fields(iso)}  # type: ignore[arg-type]
+        return (" | " if type(transform).__name__ == "Par" else ", then ").join(map(brief, steps))
+    fields = {f.name: (getattr(transform, f.name), f.default) for f in dataclasses.fields(transform)}  # type: ignore[arg-type]
     shown = [value for name, (value, default) in fields.items() if default != value or name == "dtype"]
     words = [brief(v) if dataclasses.is_dataclass(v) else str(v) for v in shown]  # type: ignore[arg-type]
-    return f"{type(iso).__name__}({', '.join(words)})" if words else type(iso).__name__
+    return f"{type(transform).__name__}({', '.join(words)})" if words else type(transform).__name__

@@ -51,7 +51,7 @@ def _tensors(plan: Plan):
     for edge in plan.edges:
         rule, binding = edge.rule, edge.binding
         for piece in rule.left_names(binding, None):
-            made = rule.iso.forward([_read(plan.source, name) for name in piece])
+            made = rule.transform.forward([_read(plan.source, name) for name in piece])
             yield from zip(rule.right_names(binding), made, strict=True)
 
 

@@ -1,4 +1,4 @@
-"""Drafts as published, small: the configs their publishers write, names in their spelling, shapes from the adapter's table.
+"""Drafts as published, small: the configs their publishers write, names as they write them, shapes from the adapter's table.
 
 | family | as published by | attention | oddity kept |
 |---|---|---|---|
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kconv.adapters.drafts.naming import published_name
 from kconv.adapters.drafts.reading import read_draft_config
-from kconv.adapters.drafts.spelling import spell
 from kconv.adapters.drafts.table import Row, kinds_of_taps, rows_of, shape, sizes
 from kconv.errors import KconvError
 from kconv.spec import Spec, dtype_name
@@ -266,7 +266,7 @@ def k3_eagle3(s: Eagle3Shape) -> Json:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a family is published: its config, the spelling of its names, and which tables it holds copies of."""
+    """How a family is published: its config, the naming of its tensors, and which tables it holds copies of."""
 
     config: Callable[[Any], Json]
     traits: tuple[str, ...] = ()
@@ -294,7 +294,7 @@ def make(name: str) -> Callable[[DraftShape, int], Synthetic]:
         owned = [n for n in kind.owned if maps or n not in ("d2t", "t2d")]
         native = read_draft_config(config, owned).config
         placed = dict(_tensors(native, chosen.dtype))
-        names = {spell(n, kind.traits): n for n in placed}
+        names = {published_name(n, kind.traits): n for n in placed}
         specs = {published: placed[n] for published, n in names.items()}
 
         def value(published: str) -> Tensor:

@@ -53,7 +53,7 @@ def tiny(name: str, out: str | os.PathLike[str], *, seed: int = 0, full_size: bo
     Args:
         name: `k3`, `kimi-linear`, ... (`FAMILIES`).
         out: the folder to make; must be absent or empty.
-        seed: every tensor depends on the seed and its own name alone, whatever the spelling or the shards.
+        seed: every tensor depends on the seed and its own name alone, whatever the naming or the shards.
         full_size: the published checkpoint's size, its data a hole that takes no disk.
         options: fields of the family's shape, for example `layers=5, experts=4`.
 

@@ -186,7 +186,7 @@ def _tensors(s: K2Shape, layout: K3Layout, config: Json) -> Iterator[tuple[str, 
     for row in layout.rows():
         shape = layout.shape(row.shape)
         for layer in layout.kinds.get(row.kind, (None,)):
-            name = side.spell(row).format_map({"layer": layer})
+            name = side.name_of(row).format_map({"layer": layer})
             if s.format == "fp8" and len(shape) == 2 and "_proj" in name:
                 yield from _fp8(name, shape, s.block, layer)
             else:

@@ -34,7 +34,7 @@ LINEAR_FP32 = ("A_log", "dt_bias")
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor: its spec, the layer it belongs to (None: none), and the name that decides its values in every spelling."""
+    """One tensor: its spec, the layer it belongs to (None: none), and the name that decides its values in every naming."""
 
     name: str
     spec: Spec
@@ -90,7 +90,7 @@ def _synthetic(shape: TextShape, config: dict[str, Any], pieces: list[Piece], fi
 
 @dataclass
 class _Text:
-    """The text model's tensors under one spelling."""
+    """The text model's tensors under one naming."""
 
     shape: TextShape
     layout: K3Layout
@@ -109,7 +109,7 @@ class _Text:
                 key = row.name if layer is None else f"layers.{layer}.{row.name}"
                 if self.shape.tied and row.name.startswith("embed_tokens"):
                     key = "lm_head.weight"  # drawn as what it also is, or logits grow with the root of the width
-                yield Piece(side.spell(row).format_map({"layer": layer}), spec, layer, key, kind)
+                yield Piece(side.name_of(row).format_map({"layer": layer}), spec, layer, key, kind)
         for layer, count in counts.items():
             for expert in range(count):
                 base = f"layers.{layer}.{side.moe}experts.{expert}."

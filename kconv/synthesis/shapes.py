@@ -1,4 +1,4 @@
-"""The options of the K3 families: dimensions, spellings, and what must hold between them.
+"""The options of the K3 families: dimensions, names, and what must hold between them.
 
 `TextShape` is what Kimi K3 and Kimi-Linear share; a value of 0 means that the mechanism is absent. The defaults of `K3Shape`
 make 9 layers of every kind, about 3 MB.
@@ -33,7 +33,7 @@ class Mechanisms:
 
 @dataclass(frozen=True)
 class TextShape(Mechanisms):
-    """Dimensions and spellings of a text model of the family."""
+    """Dimensions and names of a text model of the family."""
 
     layers: int = knob(9, "Decoder layers.")
     mla_layers: tuple[int, ...] = knob((), "MLA layers, counted from 1; every fourth and the last by default.")
@@ -139,7 +139,7 @@ class K3Shape(TextShape):
     block: int = knob(4, "Layers of an attention-residual block.")
     root: str = knob(ROOTS[0], "Prefix of the text model's names; `model.` is text-only.", choices=ROOTS)
     plain_experts: bool = knob(False, "Experts not quantised.")
-    dotted_res: bool = knob(False, "Spell attention residuals self_attention_res.norm_weight.")
+    dotted_res: bool = knob(False, "Naming attention residuals self_attention_res.norm_weight.")
     vision: bool = knob(True, "Vision tower and projector.")
     vision_layers: int = knob(2, "Vision: blocks.")
     vision_hidden: int = knob(32, "Vision: hidden width.")

@@ -1,4 +1,4 @@
-"""An iso is a reversible step between the tensors of two layouts: specs first, then data, graded by what is kept.
+"""A transform is a reversible step between the tensors of two layouts: specs first, then data, graded by what is kept.
 
 | part | meaning |
 |---|---|
@@ -7,7 +7,7 @@
 | `grade` | what survives forward then backward (and, for a decode, what survives at all) |
 | `tiles` | how many axis-0 rows of each tensor make one independent piece, so that a large tensor streams in pieces |
 
-`out` lets the caller lend storage: an iso that makes new bytes writes them there, one that only moves bytes ignores it
+`out` lets the caller lend storage: a transform that makes new bytes writes them there, one that only moves bytes ignores it
 and returns views of its inputs.
 """
 
@@ -48,7 +48,7 @@ class Grade(enum.IntEnum):
 
 
 class SpecError(KconvError):
-    """An iso cannot take tensors of these specs."""
+    """A transform cannot take tensors of these specs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def stated(step: str, version: int = 1, /, **values: object) -> str:
 
 
 def _stated(value: object) -> str:
-    if isinstance(value, Iso):
+    if isinstance(value, Transform):
         return value.identity()
     if isinstance(value, tuple):
         return f"({', '.join(map(_stated, value))}{',' * (len(value) == 1)})"
@@ -82,7 +82,7 @@ def _stated(value: object) -> str:
     raise TypeError(f"no lasting form of {value!r}")
 
 
-class Iso(ABC):
+class Transform(ABC):
     """A reversible step; subclasses are frozen dataclasses, compared by their fields."""
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Iso(ABC):
 
 
 @dataclass(frozen=True)
-class Same(Iso):
+class Same(Transform):
     """The same bytes under another name."""
 
     grade: ClassVar[Grade] = Grade.EXACT
@@ -152,10 +152,10 @@ class Same(Iso):
 
 
 @dataclass(frozen=True)
-class Seq(Iso):
+class Seq(Transform):
     """Steps one after the other."""
 
-    steps: tuple[Iso, ...]
+    steps: tuple[Transform, ...]
 
     def identity(self) -> str:
         return stated("Seq", steps=self.steps)
@@ -213,10 +213,10 @@ def _joined(first: Tiles, second: Tiles) -> Tiles | None:
 
 
 @dataclass(frozen=True)
-class Par(Iso):
+class Par(Transform):
     """Steps side by side: step i takes the next `lefts[i]` tensors of the left and makes `rights[i]` of the right."""
 
-    steps: tuple[Iso, ...]
+    steps: tuple[Transform, ...]
     lefts: tuple[int, ...]
     rights: tuple[int, ...]
 

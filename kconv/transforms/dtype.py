@@ -1,6 +1,6 @@
-"""Isos that change the number format of a tensor without scales.
+"""Transforms that change the number format of a tensor without scales.
 
-| iso | forward | backward | grade |
+| transform | forward | backward | grade |
 |---|---|---|---|
 | `Cast(left, right)`, right wider | exact | refuses a value that does not come back | value-exact |
 | `Cast(left, right)`, right narrower | refuses a value that `right` does not hold | exact | value-exact |
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kconv.errors import BadData, KconvError
 from kconv.spec import FLOATS, Spec, torch_dtype
 from kconv.transforms import expect
-from kconv.transforms.base import Grade, Iso, Specs, Tiles, stated
+from kconv.transforms.base import Grade, Specs, Tiles, Transform, stated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ INTEGERS = frozenset({"U8", "I8", "I16", "I32", "I64"})
 
 
 @dataclass(frozen=True)
-class Cast(Iso):
+class Cast(Transform):
     """A tensor of dtype `left` as one of dtype `right`."""
 
     left: str

@@ -1,4 +1,4 @@
-"""Checks that isos make on specs: each says what disagrees, in the words of a checkpoint.
+"""Checks that transforms make on specs: each says what disagrees, in the words of a checkpoint.
 
 | function | refuses |
 |---|---|

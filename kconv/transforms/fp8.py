@@ -1,6 +1,6 @@
-"""FP8 isos: codes and scales on the left, values on the right.
+"""FP8 transforms: codes and scales on the left, values on the right.
 
-| iso | left side | right side | grade |
+| transform | left side | right side | grade |
 |---|---|---|---|
 | `Fp8(dtype, layout, block)` | codes [..., O, I], scale | values [..., O, I], scale | exact-with-sidecar |
 | `Fp8(..., sidecar=False)` | the same | values | lossy: new scales on the way back |
@@ -20,7 +20,7 @@ from kconv.kernels.geometry import LAYOUTS, grid, layout_of, scale_shape
 from kconv.spec import Spec, torch_dtype
 from kconv.transforms import expect, notes
 from kconv.transforms.base import SpecError, Specs, Tiles, stated
-from kconv.transforms.scaled import SCALE_DTYPES, ScaledIso
+from kconv.transforms.scaled import SCALE_DTYPES, ScaledTransform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ CODES = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
 
 
 @dataclass(frozen=True)
-class Fp8(ScaledIso):
+class Fp8(ScaledTransform):
     """FP8 codes with their scales (left) as values (right).
 
     `stored` is the dtype of the codes in the file where that is not `code` (U8, or F8_E4M3 holding FNUZ codes).
@@ -69,7 +69,7 @@ class Fp8(ScaledIso):
 
     @classmethod
     def of(cls, weight: Spec, scale: Spec, *, block: tuple[int, int] | None = None, **options) -> Fp8:
-        """The iso for a pair of specs: layout by shape, code and scale by dtype; `options` are the other fields."""
+        """The transform for a pair of specs: layout by shape, code and scale by dtype; `options` are the other fields."""
         layout = _spec_error(layout_of, weight.shape, scale.shape, block)
         options.setdefault("code", weight.dtype)
         used = block if layout.startswith("block") else None

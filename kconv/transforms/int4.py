@@ -1,6 +1,6 @@
-"""INT4 isos: packed words, scales and what belongs to them on the left, values on the right.
+"""INT4 transforms: packed words, scales and what belongs to them on the left, values on the right.
 
-| iso | left side | right side |
+| transform | left side | right side |
 |---|---|---|
 | `Int4(dtype, columns=I)` | packed I32 [O, ceil(I/8)], scale [O, I/group], shape I64 [2] | values [O, I], scale |
 | `Int4(..., symmetric=False)` | packed, scale, zero point I32 [ceil(O/8), I/group], shape | values, scale, zero point |
@@ -22,7 +22,7 @@ from kconv.errors import BadData, KconvError
 from kconv.spec import Spec, torch_dtype
 from kconv.transforms import expect, notes
 from kconv.transforms.base import SpecError, Specs, stated
-from kconv.transforms.scaled import ScaledIso
+from kconv.transforms.scaled import ScaledTransform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Int4(ScaledIso):
+class Int4(ScaledTransform):
     """INT4 pack-quantized (left) as values (right).
 
     `group_size` 0 is one group a row; `shape_dtype` "" means that `weight_shape` is not stored.

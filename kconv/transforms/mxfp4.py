@@ -1,6 +1,6 @@
-"""MXFP4 isos: packed codes and scales on the left, values on the right.
+"""MXFP4 transforms: packed codes and scales on the left, values on the right.
 
-| iso | left side | right side | grade |
+| transform | left side | right side | grade |
 |---|---|---|---|
 | `Mxfp4(dtype)` | packed U8 [..., C/2], scale U8 [..., C/32] | values [..., C], scale | exact-with-sidecar |
 | `Mxfp4(dtype, sidecar=False)` | the same | values [..., C] | value-exact: canonical scales on the way back |
@@ -19,7 +19,7 @@ from kconv.errors import KconvError
 from kconv.kernels import backend
 from kconv.spec import FLOATS, Spec, torch_dtype
 from kconv.transforms import expect, notes
-from kconv.transforms.base import Grade, Iso, SpecError, Specs, Tiles, stated
+from kconv.transforms.base import Grade, SpecError, Specs, Tiles, Transform, stated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ PACKED = ("U8", "I8", "F4")
 
 
 @dataclass(frozen=True)
-class Mxfp4(Iso):
+class Mxfp4(Transform):
     """MXFP4 (left) as values of `dtype`, with the scales beside them when `sidecar` (right); see `kernels.mxfp4`.
 
     `packed_dtype` F4 counts codes in the last axis of its spec; the tensor itself is U8, two codes a byte.

@@ -1,7 +1,7 @@
-"""What isos have to say besides their results: errors of lossy steps, and data that is legal but suspicious.
+"""What transforms have to say besides their results: errors of lossy steps, and data that is legal but suspicious.
 
-`with collect() as notes:` around a call gathers them in that thread; without a collector they cost nothing. The isos
-stay free of state, and a step inside a `Seq` or `Par` is heard as well as one alone.
+`with collect() as notes:` around a call gathers them in that thread; without a collector they cost nothing. The transforms
+stay free of state, and a step inside a `Seq` or `Par` is measured as well as one alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Notes:
     warnings: list[str] = field(default_factory=list)
 
     def merge(self, other: Notes) -> None:
-        """Takes over what another collector heard."""
+        """Takes over what another collector noted."""
         for step, error in other.errors.items():
             self.errors[step] = self.errors[step] + error if step in self.errors else error
         self.warnings += [w for w in other.warnings if w not in self.warnings]
@@ -37,7 +37,7 @@ _current: ContextVar[Notes | None] = ContextVar("notes", default=None)
 
 @contextmanager
 def collect() -> Iterator[Notes]:
-    """Gathers what the isos called inside the block, in this thread, have to say."""
+    """Gathers what the transforms called inside the block, in this thread, have to say."""
     notes = Notes()
     token = _current.set(notes)
     try:

@@ -1,13 +1,13 @@
-"""NVFP4 isos: packed codes, group scales and a global scale on the left, values on the right.
+"""NVFP4 transforms: packed codes, group scales and a global scale on the left, values on the right.
 
-| iso | left side | right side |
+| transform | left side | right side |
 |---|---|---|
 | `Nvfp4(dtype)` | packed U8 [..., I/2], scale F8_E4M3 [..., I/16], global F32 | values [..., I], scale, global |
 | `Nvfp4(dtype, sidecar=False)` | the same | values |
 
 Exact-with-sidecar, the second lossy: new scales on the way back.
 
-`divides` is the spelling of compressed-tensors (`weight_global_scale` [1]); without it, ModelOpt's (`weight_scale_2` []).
+`divides` is the form of compressed-tensors (`weight_global_scale` [1]); without it, ModelOpt's (`weight_scale_2` []).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kconv.spec import Spec, torch_dtype
 from kconv.transforms import expect, notes
 from kconv.transforms.base import SpecError, Specs, stated
-from kconv.transforms.scaled import ScaledIso
+from kconv.transforms.scaled import ScaledTransform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ GROUP = 16
 
 
 @dataclass(frozen=True)
-class Nvfp4(ScaledIso):
+class Nvfp4(ScaledTransform):
     """NVFP4 (left) as values (right)."""
 
     divides: bool = True

@@ -1,13 +1,13 @@
-"""Lossy re-encoding: values on the left, codes and scales on the right, the error measured (`isos.notes`).
+"""Lossy re-encoding: values on the left, codes and scales on the right, the error measured (`transforms.notes`).
 
-| iso | right side | scale |
+| transform | right side | scale |
 |---|---|---|
 | `QuantizeFp8(dtype, layout, block)` | codes [..., O, I], scale | a power of two where that loses nothing, else max / 448 |
 | `QuantizeMxfp4(dtype)` | packed U8 [..., I/2], scale U8 [..., I/32] | 2^(floor(log2(max)) - 2), the rule of OCP MX |
 | `QuantizeNvfp4(dtype)` | packed, scale F8_E4M3 [..., I/16], global F32 | powers of two where they lose nothing, else max / 6 |
 
 The grade is `lossy` whatever the data; a measured error of zero says that this data lost nothing. They are the decoding
-isos without sidecar, turned around.
+transforms without sidecar, turned around.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kconv.transforms import notes
-from kconv.transforms.base import Grade, Iso, Specs, Tiles, stated
+from kconv.transforms.base import Grade, Specs, Tiles, Transform, stated
 from kconv.transforms.fp8 import Fp8
 from kconv.transforms.mxfp4 import Mxfp4
 from kconv.transforms.nvfp4 import Nvfp4
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Quantize(Iso):
+class Quantize(Transform):
     """Values of `dtype` (left) as a quantised weight (right)."""
 
     dtype: str = "BF16"
     grade: ClassVar[Grade] = Grade.LOSSY
 
     @property
-    def decoder(self) -> Iso:
-        """The iso that decodes the right side."""
+    def decoder(self) -> Transform:
+        """The transform that decodes the right side."""
         raise NotImplementedError
 
     def _encode(self, values: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What isos of scaled codes share: values on the right, with the scales beside them when there is a sidecar.
+"""What transforms of scaled codes share: values on the right, with the scales beside them when there is a sidecar.
 
 With the sidecar the stored bits come back (`exact-with-sidecar`): the codes follow from value and scale, each is checked
 by decoding it again, and what cannot be told apart is refused when it is decoded. Without it the way back chooses new
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from kconv.errors import KconvError
 from kconv.spec import FLOATS
-from kconv.transforms.base import Grade, Iso
+from kconv.transforms.base import Grade, Transform
 
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 
 @dataclass(frozen=True)
-class ScaledIso(Iso):
+class ScaledTransform(Transform):
     """A quantised weight (left) as values of `dtype` (right), with its scales beside them when `sidecar`."""
 
     dtype: str = "BF16"

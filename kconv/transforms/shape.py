@@ -1,6 +1,6 @@
-"""Isos that move bytes: nothing is computed, every bit survives.
+"""Transforms that move bytes: nothing is computed, every bit survives.
 
-| iso | left side | right side |
+| transform | left side | right side |
 |---|---|---|
 | `Fuse(axis, sizes)` | n tensors | one, the n side by side along `axis` |
 | `Transpose(axes)` | a tensor | the same with its axes in this order |
@@ -20,7 +20,7 @@ import numpy as np
 from kconv.errors import BadData, KconvError
 from kconv.spec import Spec
 from kconv.transforms import expect
-from kconv.transforms.base import Grade, Iso, SpecError, Specs, Tiles, stated
+from kconv.transforms.base import Grade, SpecError, Specs, Tiles, Transform, stated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Fuse(Iso):
+class Fuse(Transform):
     """Tensors side by side along one axis (left) as one tensor (right).
 
     `sizes` are the left tensors' lengths along `axis`; `parts` says instead that they are this many equal ones.
@@ -93,7 +93,7 @@ class Fuse(Iso):
 
 
 @dataclass(frozen=True)
-class Transpose(Iso):
+class Transpose(Transform):
     """A tensor (left) with its axes in the order `axes` (right)."""
 
     axes: tuple[int, ...]
@@ -132,7 +132,7 @@ class Transpose(Iso):
 
 
 @dataclass(frozen=True)
-class Reshape(Iso):
+class Reshape(Transform):
     """A tensor of shape `left` as one of shape `right`: the same bytes."""
 
     left: tuple[int, ...]
@@ -168,7 +168,7 @@ class Reshape(Iso):
 
 
 @dataclass(frozen=True)
-class TrimZeros(Iso):
+class TrimZeros(Transform):
     """`padded` entries along `axis`, of which those after `size` are exactly +0 (left), without that tail (right)."""
 
     size: int

@@ -1,8 +1,8 @@
-"""Weights [O, I] that lie abreast, transposed, in one matrix [I, n*O]: how grouped products want gate and up.
+"""Weights [O, I] that lie side by side, transposed, in one matrix [I, n*O]: how grouped products want gate and up.
 
 | left side | right side |
 |---|---|
-| n times the left side of `iso`, whose first right tensor is values [O, I] | values [I, n*O], then the others below one another |
+| n times the left of `transform`, whose first right tensor is values [O, I] | values [I, n*O], the others below one another |
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kconv.spec import Spec
-from kconv.transforms.base import Grade, Iso, SpecError, Specs, stated
+from kconv.transforms.base import Grade, SpecError, Specs, Transform, stated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Abreast(Iso):
-    """`parts` weights through `iso` each (left); their values transposed side by side, the rest joined along axis 0 (right)."""
+class SideBySide(Transform):
+    """`parts` weights through `transform` each (left); values transposed side by side, the rest joined along axis 0 (right)."""
 
-    iso: Iso
+    transform: Transform
     parts: int = 1
 
     def identity(self) -> str:
-        return stated("Abreast", iso=self.iso, parts=self.parts)
+        return stated("Abreast", iso=self.transform, parts=self.parts)
 
     @property
     def grade(self) -> Grade:
-        return self.iso.grade
+        return self.transform.grade
 
     def _split(self, items: Sequence) -> list[Sequence]:
         if len(items) % self.parts:
@@ -42,9 +42,9 @@ class Abreast(Iso):
 
     def forward_specs(self, specs: Specs) -> Specs:
         groups = self._split(specs)
-        values, *rest = self.iso.forward_specs(tuple(groups[0]))
+        values, *rest = self.transform.forward_specs(tuple(groups[0]))
         if any(tuple(g) != tuple(groups[0]) for g in groups):
-            raise SpecError(f"weights to lie abreast differ: {', '.join(str(g[0]) for g in groups)}")
+            raise SpecError(f"weights to lie side by side differ: {', '.join(str(g[0]) for g in groups)}")
         if len(values.shape) != 2:
             raise SpecError(f"{values} is no matrix to transpose")
         rows, columns = values.shape
@@ -53,15 +53,15 @@ class Abreast(Iso):
     def backward_specs(self, specs: Specs) -> Specs:
         values, *rest = specs
         if len(values.shape) != 2 or values.shape[1] % self.parts or any(not s.shape or s.shape[0] % self.parts for s in rest):
-            raise SpecError(f"{', '.join(map(str, specs))} do not hold {self.parts} equal weights abreast")
+            raise SpecError(f"{', '.join(map(str, specs))} do not hold {self.parts} equal weights side by side")
         columns, rows = values.shape
         one = (Spec(values.dtype, (rows // self.parts, columns)), *(s.rows(s.shape[0] // self.parts) for s in rest))
-        return self.iso.backward_specs(one) * self.parts
+        return self.transform.backward_specs(one) * self.parts
 
     def forward(self, tensors: Sequence[Tensor], out: Outs = None) -> list[Tensor]:
         import torch
 
-        made = [self.iso.forward(group) for group in self._split(tensors)]
+        made = [self.transform.forward(group) for group in self._split(tensors)]
         values = torch.cat([m[0].T for m in made], dim=1, out=out[0] if out else None)
         return [values, *(torch.cat([m[i] for m in made]) for i in range(1, len(made[0])))]
 
@@ -69,5 +69,5 @@ class Abreast(Iso):
         columns = [t.T.contiguous() for t in tensors[0].chunk(self.parts, dim=1)]
         rest = [t.chunk(self.parts) for t in tensors[1:]]
         lent = self._split(out) if out else [None] * self.parts
-        made = [self.iso.backward([columns[i], *(r[i] for r in rest)], lent[i]) for i in range(self.parts)]
+        made = [self.transform.backward([columns[i], *(r[i] for r in rest)], lent[i]) for i in range(self.parts)]
         return [tensor for group in made for tensor in group]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kconv.errors import BadData
-from kconv.transforms.base import Grade, Iso, SpecError, Specs, stated
+from kconv.transforms.base import Grade, SpecError, Specs, Transform, stated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ OFFSETS = frozenset({"I64", "I32"})
 
 
 @dataclass(frozen=True)
-class VocabularyMaps(Iso):
+class VocabularyMaps(Transform):
     """`d2t` [draft] and `t2d` [target] under their names, checked against each other in both directions."""
 
     draft: int

@@ -5,7 +5,7 @@
 | `import a.b`, `from a import b` | the module a.b where there is one, else a |
 | relative imports | the module they mean |
 | imports inside functions and under TYPE_CHECKING | like the others |
-| `importlib.import_module("a.b")` and a string that is a module's whole name, `"a.b:X"` too | a lazy import of it |
+| `importlib.import_module("a.b")` and a module's whole name as a string (no logger's), `"a.b:X"` too | a lazy import of it |
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ def imports(module: Module, known: dict[str, Module]) -> set[str]:
 
 
 def _named(module: Module, known: dict[str, Module]) -> Iterator[str]:
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    loggers = [arg for call in calls if ast.unparse(call.func) == "logging.getLogger" for arg in call.args]
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _base(node, module)
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in loggers:
             name = node.value.partition(":")[0]
             yield from [name] if name in known and name != PACKAGE else []
 

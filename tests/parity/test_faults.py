@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from kconv import parity
 from kconv.modeling import kda_ops
-from kconv.parity.unseen import different, unseen
+from kconv.parity.uncovered import different, uncovered
 from tests.parity.goldens import LONG, TINY, changed, golden, model, perturb
 
 CONV = [f"{x}_{kind}" for x in "qkv" for kind in ("proj", "conv1d")]
@@ -253,7 +253,7 @@ def test_what_no_token_reads_is_compared_with_the_source(module: str, change: Ca
 def test_an_expert_that_no_token_is_sent_to(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = model(TINY)
     router = loaded.model.layers[8].mlp.gate
-    names: Any = unseen(loaded, {8: torch.tensor([[0, 1], [2, 3]])}, torch.arange(512))
+    names: Any = uncovered(loaded, {8: torch.tensor([[0, 1], [2, 3]])}, torch.arange(512))
     assert names["model.layers.8.mlp.experts.down_proj_packed"] == {4, 5, 6, 7}
     assert len(names["model.layers.8.mlp.experts.down_proj_packed"]) + 4 == router.weight.shape[0]
 

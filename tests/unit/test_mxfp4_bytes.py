@@ -46,11 +46,11 @@ def test_forward_has_the_bits_of_the_plain_kernel(by: str, dtype: str, low: int,
 
 def test_backward_finds_the_codes_again_and_writes_into_what_is_lent() -> None:
     codes, scale = made(2, 252)
-    iso = Mxfp4("BF16")
-    forward = iso.on_bytes([codes, scale], SPECS, False)
+    transform = Mxfp4("BF16")
+    forward = transform.on_bytes([codes, scale], SPECS, False)
     assert forward is not None
     lent = [np.zeros_like(codes), np.zeros_like(scale)]
-    back = iso.on_bytes(forward, iso.forward_specs(SPECS), True, lent)
+    back = transform.on_bytes(forward, transform.forward_specs(SPECS), True, lent)
     assert back is not None
     assert back[0] is lent[0]
     assert bytes(back[0]) == bytes(codes)
@@ -67,20 +67,20 @@ def test_an_unusual_scale_is_left_to_tensors(scale: int, by: str) -> None:
 
 def test_a_value_without_a_code_is_left_to_tensors() -> None:
     codes, scale = made(100, 130)
-    iso = Mxfp4("BF16")
-    values, scales = iso.on_bytes([codes, scale], SPECS, False) or []
+    transform = Mxfp4("BF16")
+    values, scales = transform.on_bytes([codes, scale], SPECS, False) or []
     values.view(np.uint16)[7] ^= 1
-    assert iso.on_bytes([values, scales], iso.forward_specs(SPECS), True) is None
+    assert transform.on_bytes([values, scales], transform.forward_specs(SPECS), True) is None
 
 
 def test_without_numba_only_bf16_is_made_of_bytes() -> None:
     codes, scale = made(114, 140)
     with backend.force("plain"):
         assert Mxfp4("F16").on_bytes([codes, scale], SPECS, False) is None
-        iso = Mxfp4("BF16")
-        values = iso.on_bytes([codes, scale], SPECS, False)
+        transform = Mxfp4("BF16")
+        values = transform.on_bytes([codes, scale], SPECS, False)
         assert values is not None
-        assert iso.on_bytes(values, iso.forward_specs(SPECS), True) is None
+        assert transform.on_bytes(values, transform.forward_specs(SPECS), True) is None
 
 
 def test_numpy_knows_every_code_at_every_ordinary_scale() -> None:

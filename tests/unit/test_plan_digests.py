@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kconv
-from kconv.transforms.base import Iso, Par, Same, Seq, stated
+from kconv.transforms.base import Par, Same, Seq, Transform, stated
 from kconv.transforms.dtype import Cast
 from kconv.transforms.fp8 import Fp8
 from kconv.transforms.int4 import Int4
@@ -17,7 +17,7 @@ from kconv.transforms.mxfp4 import Mxfp4
 from kconv.transforms.nvfp4 import Nvfp4
 from kconv.transforms.quantize import QuantizeFp8, QuantizeMxfp4, QuantizeNvfp4
 from kconv.transforms.shape import Fuse, Reshape, Transpose, TrimZeros
-from kconv.transforms.side_by_side import Abreast
+from kconv.transforms.side_by_side import SideBySide
 from kconv.transforms.vocab import VocabularyMaps
 
 Chain = tuple[dict[str, Any], ...]
@@ -108,11 +108,11 @@ def test_digest_of_a_plan_never_changes(title: str, tmp_path: Path) -> None:
     assert digest(family, shape, chain, tmp_path) == PINNED[title]
 
 
-STEPS: list[tuple[Iso, str]] = [
+STEPS: list[tuple[Transform, str]] = [
     (Same(), "Same()"),
     (Seq((Same(),)), "Seq(steps=(Same(),))"),
     (Par((Same(), Same()), (1, 2), (1, 2)), "Par(steps=(Same(), Same()), lefts=(1, 2), rights=(1, 2))"),
-    (Abreast(Same(), 2), "Abreast(iso=Same(), parts=2)"),
+    (SideBySide(Same(), 2), "Abreast(iso=Same(), parts=2)"),
     (Cast("F32", "BF16", lossy=True), "Cast(left='F32', right='BF16', lossy=True)"),
     (
         Fp8("F32", False, "block", (32, 64), "F8_E4M3FNUZ", "BF16", "U8"),
@@ -143,7 +143,7 @@ STEPS: list[tuple[Iso, str]] = [
 
 
 @pytest.mark.parametrize(("step", "pinned"), STEPS, ids=[type(step).__name__ for step, _ in STEPS])
-def test_identity_of_a_step_never_changes(step: Iso, pinned: str) -> None:
+def test_identity_of_a_step_never_changes(step: Transform, pinned: str) -> None:
     assert step.identity() == pinned
 
 
@@ -152,8 +152,8 @@ def test_every_step_has_its_identity_pinned() -> None:
         subclasses: list[type] = base.__subclasses__()
         return {base}.union(*map(made_of, subclasses))
 
-    steps = {step for step in made_of(Iso) if step.__module__.startswith("kconv.") and "identity" in vars(step)}
-    assert steps - {Iso} == {type(step) for step, _ in STEPS}
+    steps = {step for step in made_of(Transform) if step.__module__.startswith("kconv.") and "identity" in vars(step)}
+    assert steps - {Transform} == {type(step) for step, _ in STEPS}
 
 
 def test_a_step_that_comes_to_mean_something_else_has_another_identity() -> None:

@@ -10,7 +10,7 @@ from kconv.kernels.common import same_bits
 from kconv.spec import Spec, torch_dtype
 from kconv.transforms.base import Grade, SpecError
 from kconv.transforms.int4 import Int4
-from tests.unit.iso_checks import backward, forward, random_bits, round_trip
+from tests.unit.transform_checks import backward, forward, random_bits, round_trip
 
 
 def stored(rows, columns, groups, *, scale="BF16", zero=False, shape="I64", seed=0):
@@ -33,9 +33,9 @@ def stored(rows, columns, groups, *, scale="BF16", zero=False, shape="I64", seed
 )  # fmt: skip
 def test_stored_bits_come_back(rows, groups, group, dtype, scale, zero, shape, seed):
     left = stored(rows, groups * group, groups, scale=scale, zero=zero, shape=shape, seed=seed)
-    iso = Int4(dtype, group_size=group, symmetric=not zero, scale_dtype=scale, shape_dtype=shape)
-    assert iso.grade is Grade.EXACT_WITH_SIDECAR
-    round_trip(iso, left)
+    transform = Int4(dtype, group_size=group, symmetric=not zero, scale_dtype=scale, shape_dtype=shape)
+    assert transform.grade is Grade.EXACT_WITH_SIDECAR
+    round_trip(transform, left)
 
 
 @pytest.mark.parametrize("columns", (36, 33, 64))
@@ -44,12 +44,12 @@ def test_one_group_a_row_with_any_number_of_columns(columns):
 
 
 def test_without_the_sidecar_values_of_full_groups_come_back():
-    iso = Int4("BF16", sidecar=False)
-    assert iso.grade is Grade.LOSSY
+    transform = Int4("BF16", sidecar=False)
+    assert transform.grade is Grade.LOSSY
     left = stored(6, 64, 2)
     left[0][:, ::4] = -1  # a code 15 in every group
-    (values,) = forward(iso, left)
-    (again,) = iso.forward(backward(iso, [values]))
+    (values,) = forward(transform, left)
+    (again,) = transform.forward(backward(transform, [values]))
     assert same_bits(again, values)
 
 

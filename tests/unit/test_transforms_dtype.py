@@ -8,7 +8,7 @@ from kconv.kernels.common import same_bits
 from kconv.spec import Spec, torch_dtype
 from kconv.transforms.base import Grade, SpecError
 from kconv.transforms.dtype import Cast
-from tests.unit.iso_checks import backward, forward, random_bits, round_trip
+from tests.unit.transform_checks import backward, forward, random_bits, round_trip
 
 WIDENING = [
     ("BF16", "F32"), ("BF16", "F64"), ("F16", "F32"), ("F16", "F64"), ("F32", "F64"), ("I32", "I64"), ("U8", "I32"),

@@ -11,7 +11,7 @@ from kconv.kernels.geometry import LAYOUTS, scale_shape
 from kconv.spec import Spec, spec_of, torch_dtype
 from kconv.transforms.base import Grade, SpecError, Tiles
 from kconv.transforms.fp8 import Fp8, Mxfp8
-from tests.unit.iso_checks import backward, forward, random_bits, round_trip
+from tests.unit.transform_checks import backward, forward, random_bits, round_trip
 
 CODES = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
 
@@ -40,20 +40,20 @@ def test_stored_bits_come_back(layout, code, dtype, scale_dtype, rows, columns, 
     block = (8, 16) if layout.startswith("block") else None
     scale = factor(scale_dtype, scale_shape(layout, shape, block), seed + 1)
     left = [finite(Spec(code, shape), seed), scale]
-    iso = Fp8(dtype, layout=layout, block=block, code=code, scale_dtype=scale_dtype)
-    assert iso.grade is Grade.EXACT_WITH_SIDECAR
-    round_trip(iso, left)
+    transform = Fp8(dtype, layout=layout, block=block, code=code, scale_dtype=scale_dtype)
+    assert transform.grade is Grade.EXACT_WITH_SIDECAR
+    round_trip(transform, left)
     detected = Fp8.of(spec_of(left[0]), spec_of(scale), block=block, dtype=dtype)
-    assert same_bits(detected.forward(left)[0], iso.forward(left)[0])
+    assert same_bits(detected.forward(left)[0], transform.forward(left)[0])
 
 
 @pytest.mark.parametrize("rows", (32, 45))
 def test_block_tiles_cover_whole_scale_rows(rows):
-    iso = Fp8("BF16", block=(16, 32))
+    transform = Fp8("BF16", block=(16, 32))
     left = [finite(Spec("F8_E4M3", (rows, 70)), 0), factor("F32", (-(-rows // 16), 3), 1)]
-    round_trip(iso, left)
+    round_trip(transform, left)
     specs = tuple(spec_of(t) for t in left)
-    assert iso.tiles(specs, iso.forward_specs(specs)) == Tiles((16, 1), (16, 1))
+    assert transform.tiles(specs, transform.forward_specs(specs)) == Tiles((16, 1), (16, 1))
 
 
 def test_mxfp8_is_fp8_in_blocks_of_1_x_32():
@@ -66,19 +66,19 @@ def test_codes_stored_under_another_dtype():
     # KB-010: FNUZ codes under the dtype F8_E4M3 are decoded as the config says.
     left = [finite(Spec("F8_E4M3", (4, 8)), 0), torch.ones(1)]
     left[0].view(torch.uint8)[left[0].view(torch.uint8) == 0x80] = 1
-    iso = Fp8("BF16", layout="tensor", code="F8_E4M3FNUZ", stored="F8_E4M3")
-    (values, _) = round_trip(iso, left)
+    transform = Fp8("BF16", layout="tensor", code="F8_E4M3FNUZ", stored="F8_E4M3")
+    (values, _) = round_trip(transform, left)
     assert torch.equal(values.float() * 2, left[0].float())
     raw = Fp8("BF16", layout="tensor", stored="U8")
     round_trip(raw, [left[0].view(torch.uint8), left[1]])
 
 
 def test_without_the_sidecar_the_way_back_is_lossy():
-    iso = Fp8("BF16", sidecar=False, block=(8, 8))
-    assert iso.grade is Grade.LOSSY
-    (values,) = forward(iso, [finite(Spec("F8_E4M3", (16, 16)), 0), factor("F32", (2, 2), 1)])
-    codes, scale = backward(iso, [values])
-    again = iso.forward([codes, scale])[0].float()
+    transform = Fp8("BF16", sidecar=False, block=(8, 8))
+    assert transform.grade is Grade.LOSSY
+    (values,) = forward(transform, [finite(Spec("F8_E4M3", (16, 16)), 0), factor("F32", (2, 2), 1)])
+    codes, scale = backward(transform, [values])
+    again = transform.forward([codes, scale])[0].float()
     top = values.float().view(2, 8, 2, 8).abs().amax((1, 3)).repeat_interleave(8, 0).repeat_interleave(8, 1)
     assert ((again - values.float()).abs() <= (values.float().abs() / 14).clamp(min=0) + top / 448 / 64).all()
 

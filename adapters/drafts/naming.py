@@ -1,4 +1,4 @@
-"""How published drafts spell the native names, found from the names present.
+"""What published drafts call the native names, found from the names present.
 
 | trait | native -> published | seen in |
 |---|---|---|
@@ -32,7 +32,7 @@ MARKS = {
 
 
 def traits_of(names: Iterable[str]) -> list[str]:
-    """The traits of a published checkpoint's spelling."""
+    """The traits of a published checkpoint's naming."""
     every = list(names)
     inside = [n for n in every if not n.startswith(OUTSIDE_MODEL)]
     traits = ["model"] if inside and all(n.startswith("model.") for n in inside) else []
@@ -40,8 +40,8 @@ def traits_of(names: Iterable[str]) -> list[str]:
     return traits + [trait for trait, mark in MARKS.items() if any(n.startswith(mark) for n in bare)]
 
 
-def spell(name: str, traits: Iterable[str]) -> str:
-    """The published spelling of a native name (or name template)."""
+def published_name(name: str, traits: Iterable[str]) -> str:
+    """The published name of a native one (or name template)."""
     prefixed = False
     for trait in traits:
         prefixed = prefixed or trait == "model"

@@ -1,6 +1,6 @@
 """What no run can see is compared with the source bit for bit: tensors that took no part in computing these tokens.
 
-| unseen | why |
+| uncovered | why |
 |---|---|
 | the first layer's `self_attention_res_norm`, `_proj` | there is no block to mix before the first one is set aside |
 | experts that no token was sent to | few tokens, many experts |
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from kconv.engine.slabs import Part, Region, Slab
     from kconv.planning.plan import Plan
 
-Unseen = dict[str, set[int] | None]  # name in the state dict -> experts (None: the whole tensor)
+Uncovered = dict[str, set[int] | None]  # name in the state dict -> experts (None: the whole tensor)
 
 
-def unseen(model: Any, routing: ByLayer, ids: torch.Tensor) -> Unseen:
+def uncovered(model: Any, routing: ByLayer, ids: torch.Tensor) -> Uncovered:
     """The tensors that a pass over `ids` with this routing (layer -> expert ids) did not read, or not all of."""
-    found: Unseen = {}
+    found: Uncovered = {}
     layers = decoder_of(model).layers
     if len(ids.unique()) < model.get_input_embeddings().weight.shape[0]:
         found["model.embed_tokens.weight"] = None
@@ -56,7 +56,7 @@ def same_form(source: Any, model: Any) -> dict[str, Any]:
     return {"experts": wanted} if wanted and given and wanted != given else {}
 
 
-def different(model: Any, source: Any, names: Unseen) -> list[str]:
+def different(model: Any, source: Any, names: Uncovered) -> list[str]:
     """Which of these tensors do not equal the source's, as `layers.0.mlp.experts.down_proj[3]`; sorted."""
     from kconv.conversion import default_workers, plan
     from kconv.engine.run import execute
@@ -95,7 +95,7 @@ class _Comparison(Sink):
 
     takes_tensors = True
 
-    def __init__(self, model: Any, made: Plan, names: Unseen) -> None:
+    def __init__(self, model: Any, made: Plan, names: Uncovered) -> None:
         state = model.state_dict()
         self.ours = {n: state[n] for n in names if n in state}
         self.rows = {n: made.targets[n].spec.nbytes // made.targets[n].spec.shape[0] for n, e in names.items() if e}
@@ -106,7 +106,7 @@ class _Comparison(Sink):
         return name, 0
 
     def wants(self, part: Part) -> bool:
-        """Whether the part writes something unseen."""
+        """Whether the part writes something uncovered."""
         return any(w.name in self.ours and (self.names[w.name] is None or self._expert(w) in (self.names[w.name] or ()))
                    for w in part.writes)  # fmt: skip
 

@@ -11,7 +11,7 @@ from kconv.spec import FLOATS, Spec
 from kconv.transforms.base import Grade, Seq, SpecError
 from kconv.transforms.mxfp4 import Mxfp4
 from kconv.transforms.shape import Fuse
-from tests.unit.iso_checks import backward, forward, random_bits, round_trip
+from tests.unit.transform_checks import backward, forward, random_bits, round_trip
 
 HELD = {"BF16": (0, 252), "F16": (104, 140), "F32": (0, 252), "F64": (0, 254)}
 
@@ -34,13 +34,13 @@ def test_stored_bits_come_back_with_the_sidecar(dtype, rows, groups, group, axes
 
 @pytest.mark.parametrize("dtype", sorted(FLOATS))
 def test_values_come_back_without_the_sidecar(dtype):
-    iso = Mxfp4(dtype, sidecar=False)
-    assert iso.grade is Grade.VALUE_EXACT
-    (values,) = forward(iso, stored((6, 128), 32, 110, 135))
-    left = backward(iso, [values])
-    (again,) = forward(iso, left)
+    transform = Mxfp4(dtype, sidecar=False)
+    assert transform.grade is Grade.VALUE_EXACT
+    (values,) = forward(transform, stored((6, 128), 32, 110, 135))
+    left = backward(transform, [values])
+    (again,) = forward(transform, left)
     assert same_bits(again, values)
-    left_again = backward(iso, [again])
+    left_again = backward(transform, [again])
     assert all(torch.equal(a, b) for a, b in zip(left, left_again, strict=True))
 
 
@@ -51,8 +51,8 @@ def test_the_sidecar_grade():
 
 def test_e8m0_scales_keep_their_dtype():
     packed, scale = stored((3, 64))
-    iso = Mxfp4("BF16", scale_dtype="F8_E8M0")
-    round_trip(iso, [packed, scale.view(torch.float8_e8m0fnu)])
+    transform = Mxfp4("BF16", scale_dtype="F8_E8M0")
+    round_trip(transform, [packed, scale.view(torch.float8_e8m0fnu)])
 
 
 def test_packed_codes_may_be_stored_as_f4_or_i8():
@@ -70,12 +70,12 @@ def test_packed_codes_may_be_stored_as_f4_or_i8():
 
 
 def test_fused_experts_of_k3_shape_tile_by_rows():
-    iso = Mxfp4("BF16")
+    transform = Mxfp4("BF16")
     left = (Spec("U8", (6144, 1792)), Spec("U8", (6144, 112)))
-    right = iso.forward_specs(left)
+    right = transform.forward_specs(left)
     assert right == (Spec("BF16", (6144, 3584)), Spec("U8", (6144, 112)))
-    assert iso.tiles(left, right) is not None
-    assert iso.tiles((Spec("U8", (32,)), Spec("U8", (2,))), ()) is None
+    assert transform.tiles(left, right) is not None
+    assert transform.tiles((Spec("U8", (32,)), Spec("U8", (2,))), ()) is None
 
 
 def test_fuse_then_decode_is_one_chain():
@@ -122,11 +122,11 @@ def test_backward_specs_name_what_disagrees(specs, words):
 
 
 def test_changed_weights_are_refused_on_the_way_back():
-    iso = Mxfp4("BF16")
-    right = iso.forward(stored((4, 64), 32, 127, 127))
+    transform = Mxfp4("BF16")
+    right = transform.forward(stored((4, 64), 32, 127, 127))
     right[0][1, 3] = 0.3
     with pytest.raises(BadData, match="has no MXFP4 code") as error:
-        iso.backward(right)
+        transform.backward(right)
     assert error.value.position == (1, 3)
 
 

@@ -19,7 +19,7 @@ from kconv.parity.limits import Limits
 from kconv.parity.trace import Prefixes, held, trace
 
 
-def testify(model: Any, golden: Golden, first: Point, right: Any, limits: Limits) -> dict[str, Any]:
+def find_culprit(model: Any, golden: Golden, first: Point, right: Any, limits: Limits) -> dict[str, Any]:
     """What the source (loaded as `right`) says of the first diverging place: `first_divergence`, `tensors`, `notes`."""
     scope = scope_of(first.name, golden)
     tensors = differing(model, right, scope)

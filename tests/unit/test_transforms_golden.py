@@ -1,4 +1,4 @@
-"""Real experts of `golden/tiny-k3`, re-encoded by compressed-tensors into each format, through the isos and back."""
+"""Real experts of `golden/tiny-k3`, re-encoded by compressed-tensors into each format, through the transforms and back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kconv.transforms.fp8 import Fp8, Mxfp8
 from kconv.transforms.int4 import Int4
 from kconv.transforms.mxfp4 import Mxfp4
 from kconv.transforms.nvfp4 import Nvfp4
-from tests.unit.iso_checks import round_trip
 from tests.unit.test_kernels_oracles import FP8, MXFP8, NVFP4, compressor, decompressed, scheme
+from tests.unit.transform_checks import round_trip
 
 GOLDEN = Path(__file__).parents[1] / "data/golden/tiny-k3"
 
@@ -49,9 +49,9 @@ def test_every_expert_comes_back_bit_for_bit(experts):
     assert {0, 8} <= set((packed & 15).unique().tolist())  # both zeros are there
 
 
-def through(name, state, iso, left, **args):
+def through(name, state, transform, left, **args):
     """kconv's values are the library's own, and the stored bytes come back."""
-    values = round_trip(iso, left)[0]
+    values = round_trip(transform, left)[0]
     assert same_bits(values, decompressed(name, state, **args).contiguous())
 
 
@@ -60,16 +60,16 @@ def test_fp8_block(weight):
     tiles = weight.view(weight.shape[0] // 16, 16, -1, 16).abs().amax((1, 3)).float()
     scale = (tiles / 448).clamp(min=1e-9).bfloat16()
     state = compressor("float-quantized").compress({"weight": weight, "weight_scale": scale}, scheme(**args))
-    iso = Fp8("BF16", block=(16, 16), scale_dtype="BF16")
-    through("float-quantized", state, iso, [state["weight"], state["weight_scale"]], **args)
+    transform = Fp8("BF16", block=(16, 16), scale_dtype="BF16")
+    through("float-quantized", state, transform, [state["weight"], state["weight_scale"]], **args)
 
 
 def test_fp8_channel(weight):
     args = {**FP8, "strategy": "channel"}
     scale = (weight.abs().amax(1, keepdim=True).float() / 448).clamp(min=1e-9).bfloat16()
     state = compressor("float-quantized").compress({"weight": weight, "weight_scale": scale}, scheme(**args))
-    iso = Fp8("BF16", layout="channel-2d", scale_dtype="BF16")
-    through("float-quantized", state, iso, [state["weight"], state["weight_scale"]], **args)
+    transform = Fp8("BF16", layout="channel-2d", scale_dtype="BF16")
+    through("float-quantized", state, transform, [state["weight"], state["weight_scale"]], **args)
 
 
 def test_mxfp8(weight):

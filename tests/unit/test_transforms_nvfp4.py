@@ -10,7 +10,7 @@ from kconv.kernels.common import same_bits
 from kconv.spec import Spec
 from kconv.transforms.base import Grade, SpecError
 from kconv.transforms.nvfp4 import Nvfp4
-from tests.unit.iso_checks import backward, forward, random_bits, round_trip
+from tests.unit.transform_checks import backward, forward, random_bits, round_trip
 
 
 def stored(shape, whole_shape, divides, seed=0):
@@ -27,19 +27,19 @@ def stored(shape, whole_shape, divides, seed=0):
 )  # fmt: skip
 def test_stored_bits_come_back(rows, groups, dtype, divides, whole, experts, seed):
     shape = (experts, rows, groups * 16) if experts else (rows, groups * 16)
-    iso = Nvfp4(dtype, divides=divides, global_shape=whole)
-    assert iso.grade is Grade.EXACT_WITH_SIDECAR
-    round_trip(iso, stored(shape, whole, divides, seed))
+    transform = Nvfp4(dtype, divides=divides, global_shape=whole)
+    assert transform.grade is Grade.EXACT_WITH_SIDECAR
+    round_trip(transform, stored(shape, whole, divides, seed))
 
 
 def test_without_the_sidecar_the_way_back_is_lossy_but_keeps_what_it_can():
-    iso = Nvfp4("BF16", sidecar=False)
-    assert iso.grade is Grade.LOSSY
+    transform = Nvfp4("BF16", sidecar=False)
+    assert transform.grade is Grade.LOSSY
     left = stored((4, 64), (1,), True)
     left[1] = torch.full((4, 4), 2.0).to(torch.float8_e4m3fn)
     left[2] = torch.tensor([64.0])
-    (values,) = forward(iso, left)
-    (again,) = iso.forward(backward(iso, [values]))
+    (values,) = forward(transform, left)
+    (again,) = transform.forward(backward(transform, [values]))
     assert same_bits(again, values)
 
 

@@ -7,7 +7,7 @@ from kconv.errors import BadData, KconvError
 from kconv.spec import Spec
 from kconv.transforms.base import Grade, Par, Same, Seq, SpecError
 from kconv.transforms.shape import Fuse, Reshape, Transpose, TrimZeros
-from tests.unit.iso_checks import assert_same, random_bits, round_trip
+from tests.unit.transform_checks import assert_same, random_bits, round_trip
 
 DTYPES = ("U8", "F8_E4M3", "BF16", "F32", "I64")
 

@@ -15,7 +15,7 @@ from kconv.transforms.int4 import Int4
 from kconv.transforms.mxfp4 import Mxfp4
 from kconv.transforms.notes import Notes, collect
 from kconv.transforms.quantize import QuantizeFp8, QuantizeMxfp4, QuantizeNvfp4
-from tests.unit.iso_checks import assert_tiles, backward, forward
+from tests.unit.transform_checks import assert_tiles, backward, forward
 
 ISOS = [
     QuantizeFp8("BF16", block=(16, 32)), QuantizeFp8("F32", "channel-2d", None, "F8_E5M2", "BF16"),
@@ -24,19 +24,19 @@ ISOS = [
 ]  # fmt: skip
 
 
-def weights(iso, shape=(48, 96), seed=0):
+def weights(transform, shape=(48, 96), seed=0):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
-    return values.bfloat16() if iso.dtype == "BF16" else values
+    return values.bfloat16() if transform.dtype == "BF16" else values
 
 
-@pytest.mark.parametrize("iso", ISOS, ids=str)
-def test_specs_grade_and_error(iso):
-    values = weights(iso)
-    assert iso.grade is Grade.LOSSY
+@pytest.mark.parametrize("transform", ISOS, ids=str)
+def test_specs_grade_and_error(transform):
+    values = weights(transform)
+    assert transform.grade is Grade.LOSSY
     with collect() as notes:
-        right = iso.forward([values])
-    forward(iso, [values])
-    (decoded,) = backward(iso, right)
+        right = transform.forward([values])
+    forward(transform, [values])
+    (decoded,) = backward(transform, right)
     (error,) = notes.errors.values()
     assert error == error_of(values, decoded)
     assert not error.lossless
@@ -44,28 +44,28 @@ def test_specs_grade_and_error(iso):
     assert f"{error.changed} of 4608 values changed" in str(error)
 
 
-@pytest.mark.parametrize("iso", ISOS, ids=str)
-def test_quantising_again_changes_nothing(iso):
-    right = iso.forward([weights(iso)])
-    (once,) = iso.backward(right)
+@pytest.mark.parametrize("transform", ISOS, ids=str)
+def test_quantising_again_changes_nothing(transform):
+    right = transform.forward([weights(transform)])
+    (once,) = transform.backward(right)
     with collect() as notes:
-        (twice,) = iso.backward(iso.forward([once]))
+        (twice,) = transform.backward(transform.forward([once]))
     (error,) = notes.errors.values()
-    if isinstance(iso, QuantizeMxfp4):  # its scale follows from the values alone
+    if isinstance(transform, QuantizeMxfp4):  # its scale follows from the values alone
         assert error.lossless
         assert same_bits(twice, once)
     assert error.relative < 0.05
 
 
-@pytest.mark.parametrize("iso", [i for i in ISOS if not isinstance(i, QuantizeNvfp4)], ids=str)
-def test_tiles_are_quantised_alone(iso):
-    values = weights(iso)
-    if iso.decoder.sidecar is False:
-        left = iso.backward(iso.forward([values]))
-        if isinstance(iso, QuantizeMxfp4):
-            assert_tiles(iso, left, iso.forward(left))
-    left_specs = iso.backward_specs(iso.forward_specs(_specs([values])))
-    assert iso.tiles(left_specs, iso.forward_specs(left_specs)) is not None
+@pytest.mark.parametrize("transform", [i for i in ISOS if not isinstance(i, QuantizeNvfp4)], ids=str)
+def test_tiles_are_quantised_alone(transform):
+    values = weights(transform)
+    if transform.decoder.sidecar is False:
+        left = transform.backward(transform.forward([values]))
+        if isinstance(transform, QuantizeMxfp4):
+            assert_tiles(transform, left, transform.forward(left))
+    left_specs = transform.backward_specs(transform.forward_specs(_specs([values])))
+    assert transform.tiles(left_specs, transform.forward_specs(left_specs)) is not None
 
 
 def _specs(tensors):
@@ -78,33 +78,33 @@ def test_mxfp4_to_fp8_and_nvfp4_is_lossless_where_the_exponents_allow_it():
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(0, 256, (64, 64), dtype=torch.uint8, generator=generator)
     scale = torch.randint(115, 121, (64, 4), dtype=torch.uint8, generator=generator)
-    for iso in (QuantizeFp8("BF16", block=(16, 32)), QuantizeNvfp4("BF16"), QuantizeMxfp4("BF16")):
-        chain = Seq((Mxfp4("BF16", sidecar=False), iso))
+    for transform in (QuantizeFp8("BF16", block=(16, 32)), QuantizeNvfp4("BF16"), QuantizeMxfp4("BF16")):
+        chain = Seq((Mxfp4("BF16", sidecar=False), transform))
         with collect() as notes:
             right = chain.forward([packed, scale])
         (error,) = notes.errors.values()
         assert error.lossless
         assert str(error) == "lossless: all 8192 values the same"
-        assert same_bits(iso.backward(right)[0], Mxfp4("BF16").forward([packed, scale])[0])
+        assert same_bits(transform.backward(right)[0], Mxfp4("BF16").forward([packed, scale])[0])
 
 
 def test_the_lossy_way_back_of_a_decoder_is_measured():
     values = torch.randn(16, 32).bfloat16()
-    for name, iso in (("FP8", Fp8("BF16", False, block=(16, 16))), ("INT4", Int4("BF16", False))):
+    for name, transform in (("FP8", Fp8("BF16", False, block=(16, 16))), ("INT4", Int4("BF16", False))):
         with collect() as notes:
-            iso.backward([values])
+            transform.backward([values])
         assert list(notes.errors) == [name]
 
 
 def test_errors_add_up_over_tensors_and_threads():
-    iso = QuantizeMxfp4("F32")
-    parts = [weights(iso, seed=i) for i in range(4)]
+    transform = QuantizeMxfp4("F32")
+    parts = [weights(transform, seed=i) for i in range(4)]
     total = Notes()
     lock = threading.Lock()
 
     def work(values):
         with collect() as notes:
-            iso.forward([values])
+            transform.forward([values])
         with lock:
             total.merge(notes)
 
@@ -114,7 +114,7 @@ def test_errors_add_up_over_tensors_and_threads():
     for thread in threads:
         thread.join()
     whole = torch.cat(parts)
-    expected = error_of(whole, iso.backward(iso.forward([whole]))[0])
+    expected = error_of(whole, transform.backward(transform.forward([whole]))[0])
     assert total.errors["MXFP4"].count == expected.count
     assert total.errors["MXFP4"].changed == expected.changed
     assert total.errors["MXFP4"].relative == pytest.approx(expected.relative)
@@ -148,9 +148,9 @@ def test_scales_that_are_all_zero_bytes_are_suspicious():
 def test_what_is_not_finite_is_refused():
     values = torch.zeros(32, 32)
     values[3, 4] = float("nan")
-    for iso in (QuantizeFp8("F32", block=(16, 16)), QuantizeMxfp4("F32"), QuantizeNvfp4("F32")):
+    for transform in (QuantizeFp8("F32", block=(16, 16)), QuantizeMxfp4("F32"), QuantizeNvfp4("F32")):
         with pytest.raises(BadData, match="cannot be quantised") as error:
-            iso.forward([values])
+            transform.forward([values])
         assert error.value.position == (3, 4)
     with pytest.raises(KconvError, match="without a block size"):
         QuantizeFp8("F32", block=None)
