@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kconv.modeling.config import KimiK3TextConfig
-from kconv.modeling.dtypes import Fp32Parameters, wide_parameter
+from kconv.modeling.dtypes import Fp32Parameters, wide
 from kconv.modeling.wide_linear import wide_linear
 
 GROUP_VOTERS = 2  # a group is judged by the sum of its two best biased scores
@@ -33,7 +33,7 @@ class KimiRouter(Fp32Parameters):
         self.renormalize, self.scaling = config.moe_renormalize, config.routed_scaling_factor
         self.softmax = config.moe_router_activation_func == "softmax"
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
-        self.register_buffer("e_score_correction_bias", wide_parameter(experts).detach())
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=wide(torch.get_default_dtype())))
         self.forced: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,8 +18,15 @@ class StrictPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Any:
-        """Load like Transformers does, then compare the tensor names; `output_loading_info=True` is honoured."""
+        """Load like Transformers does, then compare the tensor names; `output_loading_info=True` is honoured.
+
+        `strict=False` initialises what is missing, as Transformers does: a new head on a bare model, say.
+        """
         wants_info = kwargs.pop("output_loading_info", False)
+        if not kwargs.pop("strict", True):
+            found: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+            refreeze(found[0])
+            return found if wants_info else found[0]
         kwargs.setdefault("ignore_mismatched_sizes", True)
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, info = loaded
@@ -31,7 +38,7 @@ class StrictPreTrainedModel(PreTrainedModel):
         if lines:
             raise Problems(
                 f"{pretrained_model_name_or_path} does not hold a {cls.__name__}:", lines,
-                hint="a published checkpoint is converted first: kconv convert SOURCE OUT",
+                hint="a published checkpoint is converted first: kconv convert SOURCE OUT; strict=False makes up what is missing",
             )  # fmt: skip
         return (model, info) if wants_info else model
 

@@ -60,6 +60,19 @@ def test_base_model_of_a_saved_head(tmp_path: Path) -> None:
         torch.testing.assert_close(base(ids(1, 5)).last_hidden_state, m.model(ids(1, 5)).last_hidden_state)
 
 
+def test_a_head_on_a_bare_model_is_asked_for(tmp_path: Path) -> None:
+    """The missing head is named; `strict=False` initialises it, and only it."""
+    bare = model().model
+    bare.save_pretrained(tmp_path)
+    with pytest.raises(KconvError, match=r"lm_head\.weight"):
+        KimiK3ForCausalLM.from_pretrained(tmp_path)
+    made, info = KimiK3ForCausalLM.from_pretrained(tmp_path, strict=False, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"lm_head.weight"}
+    assert made.lm_head.weight.std() > 0.05
+    for name, t in bare.state_dict().items():
+        assert torch.equal(made.model.state_dict()[name], t), name
+
+
 def test_tied_embeddings(tmp_path: Path) -> None:
     m = model(tie_word_embeddings=True)
     assert m.lm_head.weight is m.model.embed_tokens.weight
