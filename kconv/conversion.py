@@ -53,13 +53,14 @@ def plan(source: Any, to: str = "native", *, follow_index: bool = False, **optio
 
     Returns an unchecked `Plan`; `plan.check()` raises everything that is wrong with it.
     """
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, follow_index=follow_index)
-    asked = Options(to=to, **options)
-    said = {k: v for k, v in asdict(asked).items() if v is not None}
-    with uncollected(), released(checkpoint.files):
-        layouts = layouts_for(checkpoint, asked)
-        layouts.notes += side_files.notes(checkpoint)
-        return Plan(checkpoint, layouts, said)
+    with uncollected():
+        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, follow_index=follow_index)
+        asked = Options(to=to, **options)
+        said = {k: v for k, v in asdict(asked).items() if v is not None}
+        with released(checkpoint.files):
+            layouts = layouts_for(checkpoint, asked)
+            layouts.notes += side_files.notes(checkpoint)
+            return Plan(checkpoint, layouts, said)
 
 
 def convert(

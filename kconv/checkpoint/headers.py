@@ -21,7 +21,7 @@ from kconv.spec import BITS, Spec
 from kconv.storage import json_text
 from kconv.storage.direct import PAGE
 from kconv.storage.files import Files
-from kconv.text.printable import printable
+from kconv.text.printable import hidden, printable
 
 MAX_HEADER = 100_000_000
 COUNTED = 16 << 20  # a longer header is counted before it is parsed: empty lists take thirty times their text as objects
@@ -51,13 +51,12 @@ def read_tensors(files: Files, shard: str, seen: Seen | None = None) -> Header:
     size = files.size(shard)
     header, base = read_header(files, shard, size)
     _check_names(header)
-    rows = sorted((_offsets(name, info), name) for name, info in header.items() if name != "__metadata__")
+    header.pop("__metadata__", None)
     found, at = Header(), 0
     specs = {} if seen is None else seen
     sizes: dict[int, int] = {}
-    for (start, end), name in rows:
-        info = header[name]
-        spec = _spec(name, info, specs)
+    for start, end, name in _rows(header):
+        spec = _spec(name, header[name], specs)
         size_of = sizes.get(id(spec))
         if size_of is None:
             size_of = sizes[id(spec)] = spec.nbytes
@@ -71,19 +70,23 @@ def read_tensors(files: Files, shard: str, seen: Seen | None = None) -> Header:
 
 
 def _check_names(header: dict[str, Any]) -> None:
-    hidden = next((name for name in header if printable(name) != name), None)
-    if hidden is not None:
-        raise ValueError(f"the name of tensor {printable(hidden)} holds control characters")
+    for name in hidden(header)[:1]:
+        raise ValueError(f"the name of tensor {printable(name)} holds control characters")
 
 
-def _offsets(name: str, info: Any) -> tuple[int, int]:
-    try:
-        start, end = info["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(f"tensor {name} has no pair of data_offsets") from None
-    if type(start) is not int or type(end) is not int:
-        raise ValueError(f"tensor {name} has data_offsets that are no byte counts: {start!r}, {end!r}")
-    return start, end
+def _rows(header: dict[str, Any]) -> list[tuple[int, int, str]]:
+    """(start, end, name) of every tensor, in the order of their data."""
+    rows = []
+    for name, info in header.items():
+        try:
+            start, end = info["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(f"tensor {name} has no pair of data_offsets") from None
+        if type(start) is not int or type(end) is not int:
+            raise ValueError(f"tensor {name} has data_offsets that are no byte counts: {start!r}, {end!r}")
+        rows.append((start, end, name))
+    rows.sort()
+    return rows
 
 
 def _spec(name: str, info: dict[str, Any], seen: Seen) -> Spec:

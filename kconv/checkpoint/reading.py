@@ -29,7 +29,7 @@ from kconv.spec import Spec
 from kconv.storage import json_text, safe_paths
 from kconv.storage.files import Files
 from kconv.storage.opening import open_files
-from kconv.text.printable import printable
+from kconv.text.printable import hidden, printable
 
 GROUPS = ("model", "vision", "sidecar")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin.index.json")
@@ -95,13 +95,14 @@ class Checkpoint:
     def alike(self) -> list[Alike]:
         """All tensors, those of a layer's experts taken together: what holds of one name's words holds of its group's."""
         groups: dict[tuple[str, str, str, int], Alike] = {}
-        known: dict[str, int | None] = {"": None}
+        known: dict[str, tuple[int | None, str]] = {"": (None, "")}
         for name, entry in self.entries.items():
             head, _, rest = name.partition(".experts.")
-            expert, _, tail = rest.partition(".")
-            if expert not in known:
-                known[expert] = number(expert)
-            which = known[expert]
+            split = known.get(rest)
+            if split is None:
+                expert, _, tail = rest.partition(".")
+                split = known[rest] = number(expert), tail
+            which, tail = split
             key = (name, "", "", -1) if which is None else (head, tail, entry.file, id(entry.spec))
             group = groups.get(key)
             if group is None:
@@ -178,7 +179,8 @@ def open_checkpoint(source: Any, *, follow_index: bool = False) -> Checkpoint:
     faults.add("name", (f"the name of {printable(n)} holds control characters or is no text" for n in names if printable(n) != n))
     faults.raise_any()
     config = read_json(files, "config.json") if "config.json" in names else {}
-    index, metadata = _indexed(files, names, faults)
+    with uncollected():
+        index, metadata = _indexed(files, names, faults)
     shards = sorted(set(index.values())) if index is not None else _unindexed(names)
     if not shards and not faults.lines:
         _refuse_no_weights(files, names)
@@ -216,7 +218,8 @@ def _entries(files: Files, shards: list[str], index: Mapping[str, str] | None, f
             else:
                 entries[name] = Entry(spec, shard, start)
     if index is not None:
-        lacking = [n for n, shard in index.items() if n not in entries and shard not in unreadable]
+        whole = len(entries) == len(index)  # every entry is where the index places it
+        lacking = [] if whole else [n for n, shard in index.items() if n not in entries and shard not in unreadable]
         _misplaced(index, lacking, elsewhere, faults)
         _copies([(n, s) for n, s in elsewhere if n in entries], index, follow_index, faults, notes)
     return entries
@@ -335,14 +338,15 @@ def _indexed(files: Files, names: list[str], faults: Faults) -> tuple[dict[str, 
         merged = {} if merged is None else merged
         index = read_json(files, name)
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        if not isinstance(weight_map, dict) or not weight_map or {*map(type, weight_map.values())} != {str}:
             faults.add("index", [f"{name} has no weight_map from tensor names to file names"])
             continue
         if group == "model" and isinstance(index.get("metadata"), dict):
             metadata = index["metadata"]
-        hidden = [n for n in {*weight_map, *weight_map.values()} if printable(n) != n]
-        faults.add("name", (f"{name} names {printable(n)}, which holds control characters" for n in hidden[:MOST_SHOWN]))
-        faults.add("index", [f"{n} is named by two indexes, {name} is one" for n in weight_map if n in merged][:MOST_SHOWN])
+        unclear = [*hidden(weight_map), *hidden(set(weight_map.values()))][:MOST_SHOWN]
+        faults.add("name", (f"{name} names {printable(n)}, which holds control characters" for n in unclear))
+        twice = [n for n in weight_map if n in merged] if merged else []
+        faults.add("index", (f"{n} is named by two indexes, {name} is one" for n in twice[:MOST_SHOWN]))
         _check_shards(files, names, name, set(weight_map.values()), faults)
         merged.update(weight_map)
     return merged, metadata

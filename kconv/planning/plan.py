@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from kconv.checkpoint.reading import Checkpoint, Entry
@@ -25,6 +26,8 @@ from kconv.planning.rules import Binding, Rule
 from kconv.planning.summary import Summary
 from kconv.spec import Spec
 from kconv.transforms.base import Grade, SpecError, Specs, Transform
+
+SPEC = attrgetter("spec")
 
 
 class Plan:
@@ -111,10 +114,11 @@ class Plan:
         for _, position, binding in sorted(order, key=lambda item: item[:2]):
             rule = self.layouts.rules[position]
             (self._expand_backward if self.backward else self._expand_forward)(rule, binding)
-        dropped = set(self.dropped)
-        entries = self.source.entries
+        entries, dropped = self.source.entries, set(self.dropped)
         self.findings.twice += [n for n in self.dropped if id(entries.get(n)) in self._claimed]
-        self.findings.unclaimed += [n for n, e in entries.items() if id(e) not in self._claimed and n not in dropped]
+        settled = len(self._claimed) + sum(n in entries and id(entries[n]) not in self._claimed for n in dropped)
+        if settled < len(entries):
+            self.findings.unclaimed += [n for n, e in entries.items() if id(e) not in self._claimed and n not in dropped]
 
     def _expand_forward(self, rule: Rule, binding: Binding) -> None:
         lefts = self._claim_alike(rule, binding) or self._claim_each(rule, binding)
@@ -148,9 +152,9 @@ class Plan:
             specs = []
             for column in piece:
                 entries = list(map(get, column))
-                if not all(entries) or len({id(e.spec) for e in entries}) != 1:  # type: ignore[union-attr]
+                if not all(entries) or len({*map(id, map(SPEC, entries))}) != 1:
                     return None
-                specs.append(entries[0].spec)  # type: ignore[union-attr]
+                specs.append(SPEC(entries[0]))
                 mine += map(id, entries)
             lefts.append(tuple(specs))
         claimed = set(mine)

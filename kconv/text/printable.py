@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 
 HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
@@ -21,6 +22,15 @@ def printable(text: object) -> str:
     if said.isascii() and said.isprintable():
         return said
     return "".join(_escaped(c) if unicodedata.category(c) in HIDDEN else c for c in said)
+
+
+def hidden(texts: Iterable[str]) -> list[str]:
+    """Those texts that `printable` does not leave as they are."""
+    held = list(texts)
+    together = "".join(held)  # half a million names are looked at in one step
+    if together.isascii() and together.isprintable():
+        return []
+    return [text for text in held if printable(text) != text]
 
 
 def shown(text: object) -> str:

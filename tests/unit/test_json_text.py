@@ -42,6 +42,7 @@ def table(**changes: Any) -> bytes:
 
 @pytest.mark.parametrize(("blob", "said"), [
     (b'{"a": 1, "a": 2}', "names a twice"),
+    (b'{"x": [{"a": ":", "b": 1, "a": 2}]}', "names a twice"),
     (b'{"x": {"a\\u001b": 1, "a\\u001b": 2}}', "names a\\x1b twice"),
     ('{"a": 1}'.encode("utf-16"), "no UTF-8 text"),
     (b"\xef\xbb\xbf{}", "not JSON"),

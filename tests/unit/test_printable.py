@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kconv.text.printable import printable
+from kconv.text.printable import hidden, printable
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,8 @@ from kconv.text.printable import printable
 def test_what_a_terminal_obeys_or_cannot_show_is_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
     printable(text).encode("utf-8")
+
+
+@pytest.mark.parametrize("texts", [["a", "é\u202eb", "c"], ["é", "ü"], ["a\n", "b", "\ud800"], []])
+def test_hidden_texts_are_those_that_are_shown_otherwise(texts: list[str]) -> None:
+    assert hidden(iter(texts)) == [text for text in texts if printable(text) != text]
