@@ -5,7 +5,7 @@
 | `block_size` nested, top level, or both | either; refused when they differ |
 | whether it counts the anchor | it is the number of positions in every file; `sample_from_anchor` says how many are drafted |
 | `num_target_layers` | the depth; the number of taps when `target_num_hidden_layers` stands beside it or a tap lies beyond it |
-| layer ids | `target_layer_ids`: outputs; speculators' ids: boundaries (minus 1); other `aux` ids: open unless declared |
+| layer ids | by `tap_convention`; else `target_layer_ids`: outputs, speculators' ids: boundaries minus 1, other `aux` ids: open |
 | capture stream | `aux_hidden_stream`, vllm-ascend's `dspark_aux_hidden_state_format`, else the dialect's, else open |
 | eps of latent norms | declared `mla_norm_eps`, else the dialect's, else `rms_norm_eps` |
 | RoPE keys | `rope_parameters`, or `rope_scaling` and `rope_theta`; `type` is `rope_type`; refused when thetas differ |
@@ -44,8 +44,8 @@ FAMILY: dict[str, tuple[str, ...]] = {
 }
 READ = (
     *COPIED, *GQA, *MLA, *SITU, *(name for names in FAMILY.values() for name in names), "attention_mode", "block_size",
-    "capture_stream", "is_causal", "layer_types", "mask_token_id", "mla_norm_eps", "mla_use_nope", "rope_interleave",
-    "sample_from_anchor", "target_layer_ids", "target_num_hidden_layers",
+    "capture_stream", "is_causal", "last_tap_normed", "layer_is_causal", "layer_types", "mask_token_id", "mla_norm_eps",
+    "mla_use_nope", "rope_interleave", "sample_from_anchor", "target_layer_ids", "target_num_hidden_layers", "window_rule",
 )  # fmt: skip
 DECLARABLE = ("block_size", "target_layer_ids", "capture_stream", "mla_norm_eps", "attention_factor", "target_num_hidden_layers")
 CORRECTABLE = ("capture_stream", "mla_norm_eps", "attention_factor")
@@ -222,7 +222,11 @@ def _layers(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:
     sliding = [kind == "sliding_attention" for kind in out["layer_types"]]
     if not any(sliding):
         out.pop("sliding_window", None)
-    stated = keys.get("is_causal")
+    by_layer = keys.get("layer_is_causal")
+    if by_layer is not None and len(set(by_layer)) > 1:
+        out["layer_is_causal"], out["is_causal"] = by_layer, False
+        return
+    stated = keys.get("is_causal") if by_layer is None else by_layer[0]
     stated = keys.nested.get("causal") if stated is None else stated
     out["is_causal"] = bool(stated)
     if stated is not None or not any(sliding):
@@ -244,7 +248,9 @@ def _taps(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:
     out = reading.config
     convention: str | None = "output"
     ids = keys.get("target_layer_ids", "dspark_target_layer_ids")
-    if ids is None:
+    if ids is not None:
+        convention = keys.get("tap_convention") or convention
+    else:
         ids = keys.get("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
         torchspec = "output" if keys.top.get("_torchspec_version") else None
         convention = keys.get("tap_convention") or ("boundary" if reading.dialect.speculators else torchspec)
@@ -301,7 +307,10 @@ def _contract(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> Non
     if stated is None:
         stated = reading.dialect.fixed.get("sample_from_anchor", reading.dialect.speculators == "dspark")
     out["sample_from_anchor"] = bool(stated)
-    out.update({k: reading.dialect.fixed[k] for k in ("window_rule", "last_tap_normed") if k in reading.dialect.fixed})
+    for key in ("window_rule", "last_tap_normed"):
+        value = keys.get(key)
+        if value is not None or key in reading.dialect.fixed:
+            out[key] = reading.dialect.fixed[key] if value is None else value
 
 
 def _family(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:

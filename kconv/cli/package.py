@@ -30,6 +30,7 @@ NAMES = "vllm, sglang, trtllm, max, mlx, speculators, transformers, nemo"
 @click.option("--target-repo", metavar="OWNER/NAME", help="What a local target folder is a copy of.")
 @click.option("--target-revision", metavar="COMMIT", help="The commit of that copy.")
 @click.option("--no-tables", "read_tables", is_flag=True, flag_value=False, default=True, help="Do not read the target's tables.")
+@click.option("--quick", is_flag=True, help="Do not read a local target's weights in full; `check` never says `exact` then.")
 @click.option("--result", "results", multiple=True, type=click.Path(exists=True, dir_okay=False), help="A result for the card.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder that kconv made.")
 def command(draft: str, target: str, out: str, runtime: str | None, declare: tuple[str, ...], training: tuple[str, ...],
@@ -39,10 +40,10 @@ def command(draft: str, target: str, out: str, runtime: str | None, declare: tup
     from kconv.packaging.package import package
 
     given = {"license": license_id, "license_name": license_name, "license_link": license_link}
-    with alive(f"package: reading ranges of {target}"):
+    with alive(f"package: reading {target}"):
         data = package(
             draft, target, out, runtime=runtime.split(",") if runtime else None, declared=declared(declare),
-            training=pairs(training), licence={k: v for k, v in given.items() if v} or None, **options,
+            training=pairs(training), quiet=False, licence={k: v for k, v in given.items() if v} or None, **options,
         )  # fmt: skip
 
     def show(console: Console) -> None:

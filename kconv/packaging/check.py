@@ -2,13 +2,14 @@
 
 | verdict | meaning | exit code |
 |---|---|---|
-| `exact` | repository, revision and everything recorded agree | 0 |
-| `same-content` | everything recorded agrees; repository or revision are not known on one side (or `content` allows others) | 0 |
+| `exact` | repository, revision, all weights of the target, the draft, its config and its seal were compared and agree | 0 |
+| `same-content` | what was compared agrees, but not all of that could be (or `content` allows another repository) | 0 |
 | `different` | something differs, named | 1 |
 | `unknown` | shapes fit, but the draft does not say whose it is (Kimi K2.5, K2.6 and K2.7 have equal shapes) | 1 |
 
-The cost is the target's index, a few headers, its two tables and 64 KiB of some layers, however large the target is; when
-the sha256 of all weight files is recorded and the Hub states the same ones, not even the tables are read.
+From the Hub the cost is headers and ranges, however large the target is: it states the sha256 of every weight file. A local
+target is read whole, once: the digests of its files are remembered (`kconv.storage.known_hashes`). `quick` reads no more than
+its tables and 64 KiB of some layers, and is never `exact`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters.drafts.adapter import is_draft, read_source
+from kconv.adapters.drafts import seal
+from kconv.adapters.drafts.adapter import DraftSource, is_draft, read_source
 from kconv.checkpoint import evidence
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.errors import KconvError, Problems
@@ -25,8 +27,11 @@ from kconv.json_types import Result
 from kconv.packaging import digests, provenance
 from kconv.packaging.problems import native_names
 from kconv.packaging.target_model import PROMPT, TABLES, TOKENIZER, UNKNOWN, Target, stated
+from kconv.text.canonical import json_digest
 
 IDENTITY = ("target.repo", "target.revision")
+NEEDED = (*IDENTITY, "target.weights", "draft.weights", "draft.config", provenance.KEY)
+"""What must have been compared for `exact`."""
 TAKEN = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -73,7 +78,7 @@ class Checked(Result):
 
 def check(
     draft: Any, target: Any, *, content: bool = False, tables: bool = True, target_repo: str | None = None,
-    target_revision: str | None = None, declared: Mapping[str, Any] | None = None,
+    target_revision: str | None = None, declared: Mapping[str, Any] | None = None, quick: bool = False, quiet: bool = True,
 ) -> Checked:  # fmt: skip
     """Whether a draft was made for exactly this target.
 
@@ -85,10 +90,13 @@ def check(
         target_repo: what a local target folder is a copy of.
         target_revision: its commit.
         declared: values that the draft's config leaves open (`block_size`, ...).
+        quick: do not read a local target's weights in full: spots and tables only, which is never `exact`.
+        quiet: show no progress on stderr while weights are read.
 
     Returns the JSON object of `kconv check --json`. Raises KconvError for a draft or target that cannot be read.
     """
     files, whole = open_draft(draft), Target.open(target, repo=target_repo, revision=target_revision)
+    whole.quick, whole.quiet = quick, quiet
     source = read_source(files, declared)
     if source.problems:
         raise Problems(f"{files.where} is not a sound draft:", source.problems)
@@ -101,6 +109,7 @@ def check(
     else:
         compare(block, files, whole, findings, tables, native_names(source))
         _statements("draft", block["draft"], provenance.assumed(source.config, whole), findings)
+        _own_config(block, source, findings)
         verdict = _verdict(findings, content)
     return Checked(
         fits=verdict in ("exact", "same-content"), verdict=verdict, draft=files.where, target=whole.where,
@@ -163,7 +172,7 @@ def compare(
     findings.hold("target.repo", recorded["repo"], target.repo)
     findings.hold("target.revision", recorded["revision"], target.revision)
     _statements("target", recorded, stated(target), findings)
-    findings.hold("target.config", recorded["config"]["sha256"], digests.json_digest(target.config))
+    findings.hold("target.config", recorded["config"]["sha256"], json_digest(target.config))
     for part, pattern in (("tokenizer", TOKENIZER), ("prompt", PROMPT)):
         _files(f"target.{part}", recorded[part], target.hashes(pattern), findings)
     if target.converted:
@@ -171,14 +180,33 @@ def compare(
         findings.skip("target.weights", "the target was converted: its files are others")
     else:
         has_index = recorded["index"]["sha256"] != UNKNOWN
-        findings.hold("target.index", recorded["index"]["sha256"], digests.json_digest(target.weight_map) if has_index else None)
-        weights = target.weight_hashes()
-        known = weights is not None and recorded["weights"]["sha256"] != UNKNOWN
-        equal = findings.hold("target.weights", recorded["weights"]["sha256"], digests.files_digest(weights) if weights else None)
-        tables = tables and not (known and equal)
+        findings.hold("target.index", recorded["index"]["sha256"], json_digest(target.weight_map) if has_index else None)
+        tables = tables and not _weights(recorded["weights"]["sha256"], target, findings)
     _spots(recorded["spots"]["tensors"], target, findings)
     _tables(recorded["tensors"], target, findings, tables)
     _draft_weights(block["draft"]["weights"], files, findings, names)
+
+
+def _weights(recorded: str, target: Target, findings: Findings) -> bool:
+    """All weight files of the target; whether they are proven to be the recorded ones."""
+    if recorded == UNKNOWN:
+        findings.skip("target.weights", "not recorded: packaged with --quick, or by an earlier kconv")
+        return False
+    found = target.weight_hashes()
+    if found is None:
+        findings.skip("target.weights", target.unread)
+        return False
+    return findings.hold("target.weights", recorded, digests.files_digest(found))
+
+
+def _own_config(block: Mapping[str, Any], source: DraftSource, findings: Findings) -> None:
+    """The draft's config and the block, against what was sealed when it was packaged."""
+    findings.differences += seal.edits(block, source)
+    if "seal" not in block:
+        for part in ("draft.config", provenance.KEY):
+            findings.skip(part, f"format {block['format']} records no digest of it; `kconv package` writes format 2")
+        return
+    findings.compared += ["draft.config", provenance.KEY]
 
 
 def _statements(where: str, recorded: Mapping[str, Any], found: Mapping[str, Any], findings: Findings) -> None:
@@ -251,7 +279,7 @@ def _verdict(findings: Findings, content: bool) -> str:
     fields = {row["field"] for row in findings.differences}
     if fields - set(IDENTITY) or (fields and not content):
         return "different"
-    return "exact" if not fields and set(IDENTITY) <= set(findings.compared) else "same-content"
+    return "exact" if not fields and set(NEEDED) <= set(findings.compared) else "same-content"
 
 
 def _subject(files: Checkpoint) -> str | None:

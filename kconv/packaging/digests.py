@@ -3,19 +3,17 @@
 | form | digest of |
 |---|---|
 | `rows-1` | a tensor: its rows in 16 runs of ceil(rows/16), sha256 of each run's bytes as stored; then sha256 over the line `rows-1 DTYPE d0xd1` and the 16 digests in hex, one a line |
-| `json-1` | JSON with sorted keys, no white space, UTF-8, without `transformers_version`, `_name_or_path`, `_commit_hash` |
 | `weight-map-1` | an index: `json-1` of its `weight_map` |
 | `files-1` | files: the lines `SHA256  PATH`, sorted by path |
 | `tensors-1` | a checkpoint's tensors whatever files they lie in: the lines `SHA256  DTYPE d0xd1  NAME` sorted by NAME, the native one of a draft's tensor; SHA256 over the bytes |
 | `spot-1` | up to 64 KiB from the middle of a tensor (offset a multiple of 64 bytes) |
 
-Sixteen runs make it possible to say where two tables differ: an edited token changes one run, another training all.
+The forms of JSON values, `json-1` and `keys-1`, are those of `kconv.text.canonical`. Sixteen runs make it possible to say where two tables differ: an edited token changes one run, another training all.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,7 +24,6 @@ from kconv.storage.files import Files
 RUNS = 16
 SPOT = 64 * 1024
 WORKERS = 4
-VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash")
 
 
 def sha256_range(files: Files, name: str, offset: int, length: int) -> str:
@@ -87,16 +84,6 @@ def tensors_digest(checkpoint: Checkpoint, names: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def canonical_json(value: Any) -> bytes:
-    """The `json-1` bytes of a value."""
-    return json.dumps(_steady(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def json_digest(value: Any) -> str:
-    """The `json-1` digest of a value."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
-
-
 def files_digest(hashes: Mapping[str, str]) -> str:
     """The `files-1` digest of path -> sha256."""
     return hashlib.sha256("".join(f"{hashes[p]}  {p}\n" for p in sorted(hashes)).encode()).hexdigest()
@@ -106,9 +93,3 @@ def differing_runs(a: Iterable[str], b: Iterable[str], rows: int) -> list[str]:
     """The row ranges in which two `rows-1` digests differ, in words."""
     spans = row_runs(rows)
     return [f"{first}-{first + n - 1}" for (first, n), x, y in zip(spans, a, b, strict=False) if x != y]
-
-
-def _steady(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _steady(v) for k, v in value.items() if k not in VOLATILE}
-    return [_steady(v) for v in value] if isinstance(value, list) else value

@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kconv.adapters.drafts import seal
 from kconv.adapters.drafts.adapter import NATIVE, DraftSource, read_source
 from kconv.adapters.drafts.naming import published_name
+from kconv.adapters.drafts.reading import read_draft_config
 from kconv.checkpoint import manifest as manifests
 from kconv.checkpoint.claim import claim, out_path
 from kconv.checkpoint.folder import contents, unfinished, write_file
@@ -84,6 +86,7 @@ def package(
     declared: Mapping[str, Any] | None = None, allow: Collection[str] = (), training: Mapping[str, str] | None = None,
     licence: Mapping[str, str] | None = None, title: str | None = None, target_repo: str | None = None,
     target_revision: str | None = None, read_tables: bool = True, results: Sequence[str | Path] = (), overwrite: bool = False,
+    quick: bool = False, quiet: bool = True,
 ) -> Packaged:  # fmt: skip
     """Write a publishable draft folder.
 
@@ -103,6 +106,8 @@ def package(
         read_tables: read the target's tables for their digests (4.7 GB on Kimi K3); else they are recorded as unknown.
         results: JSON files for the card: results of `verify-parity`, or `command` and `found` (an acceptance length).
         overwrite: replace a folder that kconv made.
+        quick: do not read a local target's weights in full; `check` can then never say `exact`.
+        quiet: show no progress on stderr while weights are read.
 
     Returns the JSON object of `kconv package --json`. Raises Problems with everything that is wrong, before writing.
     """
@@ -111,11 +116,15 @@ def package(
     provenance.check_training(training)
     folder = out_path(out)
     files, whole = check.open_draft(draft), Target.open(target, repo=target_repo, revision=target_revision)
+    whole.quick, whole.quiet = quick, quiet
     check_place(files.files, folder, os.path.ismount(out), "draft")
     check_place(whole.files, folder, what="target")
     with claim(folder), released(files.files, whole.files):
         check_filled(folder, overwrite=overwrite, resume=False)
-        made = _examine(read_source(files, declared), whole, runtime, set(allow), read_tables)
+        source = read_source(files, declared)
+        provenance.read(files.config, f"{files.where}/config.json")
+        seal.refuse_edits(source)
+        made = _examine(source, whole, runtime, set(allow), read_tables)
         _settle_tables(made, tables)
         rows = [modelcard.result_row(Path(path)) for path in results]
         with unfinished(folder, COMMAND, _names(made), overwrite=overwrite) as partial:
@@ -138,7 +147,7 @@ def _examine(source: DraftSource, target: Target, asked: Sequence[str] | None, a
     chosen: list[runtimes.Runtime] = []
     notes = [note for note in source.notes if "compare it with" not in note] + problems.trap_notes(source, target)
     try:
-        chosen, more = runtimes.choose(config, asked)
+        chosen, more = runtimes.choose(config, asked, str(target.config.get("model_type")))
         notes += [f"not written for {line}" for line in more]
     except Problems as e:
         found += e.problems
@@ -210,19 +219,33 @@ def _write(
         training=training,
         target_facts=made.facts,
     )
+    written, blocks = _write_configs(made, partial, weights, block)
+    kept = _carry(made, partial, licence)
+    card = modelcard.draft_card(title, block, written.items(), licence=licence, notes=[*made.notes, *kept], results=results)
+    write_file(partial / "README.md", card.encode())
+    write_file(partial / MANIFEST, manifests.dump(_manifest(made, partial, blocks, written)))
+    return blocks["config.json"], written
+
+
+def _write_configs(
+    made: Package, partial: Path, weights: Checkpoint, block: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """Every config file with the block sealed over it; runtime -> file, and file -> block."""
     written: dict[str, str] = {}
+    blocks: dict[str, dict[str, Any]] = {}
     main: dict[str, Any] | None = None
     for runtime in sorted(made.runtimes, key=lambda r: runtimes.family(made.native) in r.own):
         config = runtimes.config_for(runtime, made.native, made.facts)
         own = main is not None and config != main
         main = config if main is None else main
-        written[runtime.name] = f"runtimes/{runtime.name}/config.json" if own else "config.json"
-        write_file(inside(partial, written[runtime.name]), _dump(config | {provenance.KEY: block}))
-    kept = _carry(made, partial, licence)
-    card = modelcard.draft_card(title, block, written.items(), licence=licence, notes=[*made.notes, *kept], results=results)
-    write_file(partial / "README.md", card.encode())
-    write_file(partial / MANIFEST, manifests.dump(_manifest(made, partial, block, written)))
-    return block, written
+        file = written[runtime.name] = f"runtimes/{runtime.name}/config.json" if own else "config.json"
+        if file not in blocks:
+            blocks[file] = seal.sealed(block, config, read_draft_config(config, weights.entries).config)
+            write_file(inside(partial, file), _dump(config | {provenance.KEY: blocks[file]}))
+    first = blocks["config.json"]["contract"]
+    if other := [file for file, one in blocks.items() if one["contract"] != first]:
+        raise AssertionError(f"{', '.join(other)} reads back to another draft than config.json")
+    return written, blocks
 
 
 def _names(made: Package) -> list[str]:
@@ -282,8 +305,10 @@ def _notice(made: Package, copied: Sequence[str], licence: Mapping[str, str]) ->
     )
 
 
-def _manifest(made: Package, partial: Path, block: Mapping[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
-    where = made.source.checkpoint.where
+def _manifest(
+    made: Package, partial: Path, blocks: Mapping[str, Mapping[str, Any]], written: Mapping[str, str]
+) -> dict[str, Any]:
+    where, block = made.source.checkpoint.where, blocks["config.json"]
     sizes = contents(partial)
     return {
         "format": manifests.FORMAT,
@@ -295,6 +320,7 @@ def _manifest(made: Package, partial: Path, block: Mapping[str, Any], written: M
         },
         "target": {"repo": block["target"]["repo"], "revision": block["target"]["revision"]},
         "runtimes": dict(written),
+        "provenance": {file: one["seal"]["sha256"] for file, one in blocks.items()},
         "tables": made.origins,
         "files": {name: {"size": sizes[name], "sha256": sha256_file(partial / name)} for name in sorted(sizes)},
         "versions": manifests.versions(),

@@ -16,13 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kconv.adapters.drafts.reading import PROVENANCE as KEY
+from kconv.adapters.drafts.seal import FORMAT
 from kconv.checkpoint.reading import Checkpoint
 from kconv.errors import KconvError, Problems
 from kconv.packaging import digests
 from kconv.packaging.target_model import UNKNOWN, Target, facts
 
-KEY = "kconv_provenance"
-FORMAT = 1
+READABLE = (1, FORMAT)
 SCHEMA = Path(__file__).with_name("provenance.schema.json")
 TRAINING = ("dataset", "dataset_revision", "trainer", "trainer_version")
 MLA_NORMS = ("q_a_layernorm", "kv_a_layernorm")
@@ -47,8 +48,9 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any
     block = config.get(KEY)
     if block is None:
         return None
-    if isinstance(block, dict) and block.get("format") != FORMAT:
-        raise KconvError(f"{where}: {KEY} has the format {block.get('format')!r}, this kconv reads {FORMAT}", hint="update kconv")
+    if isinstance(block, dict) and block.get("format") not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise KconvError(f"{where}: {KEY} has the format {block.get('format')!r}, this kconv reads {known}", hint="update kconv")
     if found := problems(block) or contradictions(block):
         raise Problems(f"{where}: {KEY} is damaged:", found, hint="package the draft again")
     return dict(block)
@@ -72,7 +74,7 @@ def build(
     origins: Mapping[str, str] | None = None, training: Mapping[str, str] | None = None,
     target_facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The block of a draft and its target.
+    """The block of a draft and its target, in format 1: `seal.sealed` adds what a config.json is to be held against.
 
     Args:
         draft: the draft's files.
@@ -86,7 +88,7 @@ def build(
     taps = config.get("target_layer_ids")
     known = check_training(training)
     block = {
-        "format": FORMAT,
+        "format": 1,
         "target": dict(target_facts or facts(target, taps)),
         "draft": draft_facts(draft, config, target, origins or {}, names),
         "training": {key: known.get(key) or UNKNOWN for key in TRAINING},

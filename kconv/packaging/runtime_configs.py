@@ -51,14 +51,14 @@ def shared(c: Native) -> dict[str, Any]:
     key = (c["model_type"].removesuffix("_kimi_k25"), c["attention_mode"])
     if key not in SHARED:
         raise KconvError(f"no runtime is known to read a {key[0]} draft with {key[1].upper()} attention")
-    return {k: v for k, v in SHARED[key](c).items() if v is not None}
+    return {k: v for k, v in SHARED[key](c).items() if v is not None} | conventions(c)
 
 
 def for_max(c: Native) -> dict[str, Any]:
     """MAX's `dflash_kimi_k25`: its taps are told one later than they are, since it reads the layer before."""
     config = shared(c)
     config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": [i + 1 for i in taps_of(c)]}
-    return config
+    return config | {"tap_convention": "boundary"}
 
 
 def for_vllm(c: Native) -> dict[str, Any]:
@@ -92,6 +92,7 @@ def for_speculators(c: Native, target: Mapping[str, Any]) -> dict[str, Any]:
         "sample_from_anchor": bool(c.get("sample_from_anchor")),
         "draft_vocab_size": c.get("draft_vocab_size") or c["vocab_size"],
         "target_hidden_size": c.get("target_hidden_size") or c["hidden_size"],
+        "target_num_hidden_layers": c.get("target_num_hidden_layers"),
         "sliding_window_non_causal": not causal_layers(c)[0] if c.get("sliding_window") else False,
         "tie_word_embeddings": False,
         "dtype": c.get("dtype"),
@@ -99,7 +100,7 @@ def for_speculators(c: Native, target: Mapping[str, Any]) -> dict[str, Any]:
     own: dict[str, dict[str, Any]] = {"dspark": SPARK_DEFAULTS, "dflash2": DFLASH2_DEFAULTS}
     extra = own.get(algorithm, {})
     config |= {k: c.get(k, default) for k, default in extra.items()}
-    return {k: v for k, v in config.items() if v is not None} | stream(c)
+    return {k: v for k, v in config.items() if v is not None} | stream(c) | conventions(c)
 
 
 def taps_of(c: Native) -> list[int]:
@@ -142,6 +143,14 @@ def rope(c: Native) -> dict[str, Any]:
 def stream(c: Native) -> dict[str, Any]:
     """The capture stream under the key that TokenSpeed and TorchSpec read, where it is more than a layer's output."""
     return {"aux_hidden_stream": c["capture_stream"]} if c.get("capture_stream") in ("prefix", "attn_res") else {}
+
+
+def conventions(c: Native) -> dict[str, Any]:
+    """What each runtime settles by its own code and no key of its config says, so that every file reads back to one draft."""
+    said: dict[str, Any] = {"last_tap_normed": True} if c.get("last_tap_normed") else {}
+    if "sliding_attention" in windows(c)["layer_types"]:
+        said |= {"window_rule": c.get("window_rule") or "query", "layer_is_causal": causal_layers(c)}
+    return {"last_tap_normed": False, **said}
 
 
 def _known(value: Any) -> Any:

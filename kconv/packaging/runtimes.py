@@ -7,7 +7,7 @@
 | trtllm | shared | `block_size` at the top only; a missing mask becomes vocab_size |
 | mlx | shared | `rope_theta`, `num_target_layers`, `block_size` at the top; a missing mask becomes 0 |
 | transformers | shared | z-lab's own code: `block_size` at the top |
-| max | own | needs one tap a layer, ascending, and a complete YaRN block; reads one layer early; windows on all layers or none |
+| max | own | Kimi K2.5 only; one tap a layer, ascending; a whole YaRN block; reads one layer early; one window for all layers |
 | speculators | own | Qwen3 layers only; its mask measures the window from the anchor |
 | nemo | shared | trains K3 DFlash drafts; no serving runtime registers `KimiK3DFlashDraftModel` |
 
@@ -31,13 +31,15 @@ BLOCKS = ("dflash", "dflash2", "dspark", "kimi_k3_dflash")
 
 @dataclass(frozen=True)
 class Runtime:
-    """One runtime: families it takes (`family/attention`), keys it needs, families that need a file of their own, hurdles."""
+    """One runtime: families it takes (`family/attention`), keys it needs, families that need a file of their own, hurdles,
+    and the `model_type`s of the targets that it drafts for (none: any)."""
 
     name: str
     families: tuple[str, ...]
     needs: tuple[str, ...]
     own: tuple[str, ...] = ()
     hurdles: Callable[[Native], list[str]] = lambda c: []
+    targets: tuple[str, ...] = ()
 
 
 def _max(c: Native) -> list[str]:
@@ -99,7 +101,7 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime("transformers", ("dflash/gqa", "dflash2/gqa"), ("num_target_layers", "block_size", *NESTED)),
         Runtime(
             "max", ("dflash/gqa",), ("num_hidden_layers", "block_size", *NESTED, *(f"rope_scaling.{k}" for k in ("type", *YARN))),
-            own=("dflash/gqa",), hurdles=_max,
+            own=("dflash/gqa",), hurdles=_max, targets=("kimi_k25",),
         ),
         Runtime(
             "speculators", ("dflash/gqa", "dflash2/gqa", "dspark/gqa"),
@@ -125,8 +127,8 @@ def family(c: Native) -> str:
     return f"{c['model_type'].removesuffix('_kimi_k25')}/{c['attention_mode']}"
 
 
-def choose(c: Native, asked: Sequence[str] | None) -> tuple[list[Runtime], list[str]]:
-    """The runtimes to write for, and notes on those left out.
+def choose(c: Native, asked: Sequence[str] | None, target: str) -> tuple[list[Runtime], list[str]]:
+    """The runtimes to write for, and notes on those left out; `target` is the `model_type` of the target's config.
 
     Raises Problems when one that was asked for cannot read the draft, KconvError when none can.
     """
@@ -138,6 +140,8 @@ def choose(c: Native, asked: Sequence[str] | None) -> tuple[list[Runtime], list[
         runtime = RUNTIMES[name]
         taken = family(c) in runtime.families
         reasons = runtime.hurdles(c) if taken else [f"it does not take {family(c)} drafts"]
+        if taken and runtime.targets and target not in runtime.targets:
+            reasons.append(f"it drafts for {', '.join(runtime.targets)} targets only, this one is {target}")
         if reasons:
             left.append(f"{name}: {'; '.join(reasons)}")
         else:

@@ -9,7 +9,8 @@ Kimi K2.5, K2.6 and K2.7 have equal shapes throughout, so do K3 and its derivati
 | `embed_tokens`, `lm_head`, the final norm | 4.7 GB, whatever the rest of the checkpoint weighs |
 | one spot of 64 KiB in two tensors of each tapped layer | 0.1 MB a layer |
 
-On the Hub the sha256 of every weight file is in the listing, so where those are recorded no tensor needs to be read.
+On the Hub the sha256 of every weight file is in the listing, so where those are recorded no tensor needs to be read; the weight
+files of a local folder are read whole unless `quick` is set.
 A checkpoint that kconv converted speaks for its source: `kconv.json` holds its repository, revision and config.
 """
 
@@ -25,10 +26,13 @@ from typing import Any
 from kconv.checkpoint.headers import read_tensors
 from kconv.checkpoint.manifest import checked
 from kconv.checkpoint.reading import MANIFEST, Entry, read_json
+from kconv.console import human
 from kconv.errors import KconvError
 from kconv.packaging import digests
-from kconv.storage.files import Files
+from kconv.storage.files import Files, LocalFiles
+from kconv.storage.known_hashes import sha256_of_files
 from kconv.storage.opening import open_files
+from kconv.text.canonical import json_digest
 
 UNKNOWN = "unknown"
 SHA = re.compile(r"[0-9a-f]{40}")
@@ -54,6 +58,8 @@ class Target:
     stated_repo: str | None = None
     stated_revision: str | None = None
     headers: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    quick: bool = False
+    quiet: bool = True
 
     @classmethod
     def open(cls, source: Any, *, repo: str | None = None, revision: str | None = None) -> Target:
@@ -149,12 +155,27 @@ class Target:
         """sha256 of the files whose name matches."""
         return {n: self._sha256(n) for n in self.files.names() if pattern.fullmatch(n)}
 
+    @cached_property
+    def weight_files(self) -> list[str]:
+        """The files that hold its tensors."""
+        return sorted(set(self.weight_map.values()))
+
     def weight_hashes(self) -> dict[str, str] | None:
-        """sha256 of every weight file where they are known without reading (the Hub, a manifest); else None."""
+        """sha256 of every weight file: as the Hub states them, or read from a local folder; None where `unread` says why."""
         if self.converted:
             return None
-        known = {f: self.files.sha256(f) for f in sorted(set(self.weight_map.values()))}
+        if isinstance(self.files, LocalFiles):
+            return None if self.quick else sha256_of_files(self.files, self.weight_files, "target's weights", quiet=self.quiet)
+        known = {f: self.files.sha256(f) for f in self.weight_files}
         return {f: sha for f, sha in known.items() if sha} if known and all(known.values()) else None
+
+    @property
+    def unread(self) -> str:
+        """Why `weight_hashes` has none."""
+        if self.quick and isinstance(self.files, LocalFiles):
+            total = human(sum(self.files.size(f) for f in self.weight_files))
+            return f"--quick: of {total} in {len(self.weight_files)} weight files only headers, tables and spots were read"
+        return "the sha256 of its weight files is not stated"
 
     def token(self, number: int) -> str | None:
         """The string of a special token, from the tokenizer's files; None if they do not name it."""
@@ -208,8 +229,8 @@ def facts(target: Target, taps: list[int] | None, *, tables: bool = True) -> dic
         "repo": target.repo or UNKNOWN,
         "revision": target.revision or UNKNOWN,
         **stated(target),
-        "config": {"form": "json-1", "sha256": digests.json_digest(target.config)},
-        "index": {"form": "weight-map-1", "sha256": digests.json_digest(index["weight_map"]) if index else UNKNOWN},
+        "config": {"form": "json-1", "sha256": json_digest(target.config)},
+        "index": {"form": "weight-map-1", "sha256": json_digest(index["weight_map"]) if index else UNKNOWN},
         "tokenizer": {"form": "files-1", "sha256": digests.files_digest(tokenizer) if tokenizer else UNKNOWN, "files": tokenizer},
         "prompt": {"form": "files-1", "sha256": digests.files_digest(prompt) if prompt else UNKNOWN, "files": prompt},
         "weights": {"form": "files-1", "sha256": digests.files_digest(weights) if weights else UNKNOWN},

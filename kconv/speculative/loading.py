@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kconv.adapters.drafts.adapter import NATIVE, layouts, read_source
+from kconv.adapters.drafts.seal import refuse_edits
 from kconv.checkpoint.reading import Checkpoint, open_checkpoint
 from kconv.options import Options
 from kconv.planning.plan import Plan
@@ -22,7 +23,8 @@ def load_draft(source: Any, *, device: Any = "cpu", dtype: Any = None, **declare
             `capture_stream`, `mla_norm_eps`, `attention_factor`, `target_num_hidden_layers`.
 
     Raises:
-        KconvError: when it is no draft, its tensors are not exactly those its config asks for, or a value contradicts it.
+        KconvError: when it is no draft, its tensors are not exactly those its config asks for, or a value contradicts it;
+            Problems when a packaged draft's config is not the one that its provenance was sealed over.
     """
     import torch
 
@@ -30,6 +32,7 @@ def load_draft(source: Any, *, device: Any = "cpu", dtype: Any = None, **declare
 
     checkpoint = open_checkpoint(source)
     read = read_source(checkpoint, declared)
+    refuse_edits(read)
     plan = Plan(checkpoint, layouts(checkpoint, Options(), declared)).check()
     tensors = dict(_tensors(plan))
     config = config_class(read.config["model_type"])(**read.config)

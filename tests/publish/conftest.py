@@ -30,8 +30,8 @@ def write_manifest(folder: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
 
 
 @pytest.fixture
@@ -59,4 +59,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Kimi K3 that drafts are made for."""
     folder = tmp_path_factory.mktemp("target") / "k3"
     tiny("k3", folder, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def k25_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Kimi K2.5 as deep as the tiny Kimi K3."""
+    folder = tmp_path_factory.mktemp("k25-target") / "k25"
+    tiny("k25", folder, seed=1, layers=9)
     return folder

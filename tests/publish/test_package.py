@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 import kconv
+import kconv.speculative
 from kconv.adapters.drafts.adapter import read_source
 from kconv.checkpoint.reading import open_checkpoint
 from kconv.cli import cli
@@ -72,8 +73,8 @@ def test_the_main_config_means_what_the_source_meant(kind: str, tmp_path: Path, 
     assert runtimes.configs.causal_layers(was) == runtimes.configs.causal_layers(now)
 
 
-def test_conventions_of_each_runtime(tmp_path: Path, target: Path) -> None:
-    out, data = packaged("k25-dflash", tmp_path, target)
+def test_conventions_of_each_runtime(tmp_path: Path, k25_target: Path) -> None:
+    out, data = packaged("k25-dflash", tmp_path, k25_target)
     assert data["runtimes"] == {
         "vllm": "config.json", "sglang": "config.json", "trtllm": "config.json", "mlx": "config.json",
         "transformers": "config.json", "max": "runtimes/max/config.json", "speculators": "runtimes/speculators/config.json",
@@ -182,7 +183,7 @@ def test_mask_tokens(tmp_path: Path, target: Path) -> None:
     assert "600" in refused(draft, target, tmp_path)
 
 
-def test_block_size_taps_and_stream(tmp_path: Path, target: Path) -> None:
+def test_block_size_taps_and_stream(tmp_path: Path, target: Path, k25_target: Path) -> None:
     draft = draft_of("k25-dflash", tmp_path / "draft")
     config = config_of(draft)
     edit(draft, block_size=None)
@@ -196,9 +197,9 @@ def test_block_size_taps_and_stream(tmp_path: Path, target: Path) -> None:
     assert "shape.num_hidden_layers: 10 in the draft, 9 in the target" in said
     edit(draft, dflash_config=config["dflash_config"] | {"target_layer_ids": [4, 1, 7]}, num_target_layers=9)
     assert "max: it concatenates in layer order, the draft was trained on [4, 1, 7]" in refused(
-        draft, target, tmp_path, runtime=["max"]
+        draft, k25_target, tmp_path, runtime=["max"]
     )
-    data = package(draft, target, tmp_path / "unordered", declared=DECLARED["k25-dflash"])
+    data = package(draft, k25_target, tmp_path / "unordered", declared=DECLARED["k25-dflash"])
     assert "max" not in data["runtimes"]
     assert any(note.startswith("not written for max: it concatenates in layer order") for note in data["notes"])
     assert any("not in layer order" in note for note in data["notes"])
@@ -217,6 +218,31 @@ def test_runtimes_that_cannot(tmp_path: Path, target: Path) -> None:
         draft_of("k25-dflash", tmp_path / "d2"), target, tmp_path / "o2", runtime=["speculators"], declared=DECLARED["k25-dflash"]
     )
     assert alone["runtimes"] == {"speculators": "config.json"}
+
+
+def test_max_is_offered_for_kimi_k25_targets_only(tmp_path: Path, target: Path, k25_target: Path) -> None:
+    draft = draft_of("k25-dflash", tmp_path / "draft")
+    said = refused(draft, target, tmp_path, runtime=["max"])
+    assert "max: it drafts for kimi_k25 targets only, this one is kimi_k3" in said
+    assert "max" not in package(draft, target, tmp_path / "k3", declared=DECLARED["k25-dflash"])["runtimes"]
+    assert "max" in package(draft, k25_target, tmp_path / "k25", declared=DECLARED["k25-dflash"])["runtimes"]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_runtime_s_config_reads_back_to_the_same_draft(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    target = request.getfixturevalue("k25_target" if kind == "k25-dflash" else "target")
+    out, data = packaged(kind, tmp_path, target)
+    main = kconv.speculative.load_draft(out)
+    for file in sorted(set(data["runtimes"].values()) - {"config.json"}):
+        copied = tmp_path / "copied"
+        shutil.copytree(out, copied)
+        shutil.copy(out / file, copied / "config.json")
+        other = kconv.speculative.load_draft(copied)
+        assert other.config.target_layer_ids == main.config.target_layer_ids == data["provenance"]["draft"]["taps"]["layers"]
+        assert other.config.causal_layers == main.config.causal_layers
+        assert all(torch.equal(a, other.state_dict()[n]) for n, a in main.state_dict().items())
+        assert check(copied, target, **WHOSE)["verdict"] == "exact"
+        shutil.rmtree(copied)
 
 
 def test_another_target(tmp_path: Path, target: Path) -> None:

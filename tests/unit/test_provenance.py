@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from kconv.adapters.drafts import seal
 from kconv.adapters.drafts.adapter import read_source
 from kconv.checkpoint.reading import open_checkpoint
 from kconv.cli import cli
@@ -21,6 +23,7 @@ from kconv.packaging.check import check
 from kconv.packaging.problems import native_names
 from kconv.packaging.target_model import UNKNOWN, Target, facts
 from kconv.storage.opening import open_files
+from kconv.text.canonical import canonical_json
 from tests.hubserver.fixtures import hub
 from tests.hubserver.server import HubServer
 
@@ -56,8 +59,14 @@ def record(draft: Path, target: Any, **options: Any) -> dict[str, Any]:
     source = read_source(files)
     block = provenance.build(files, source.config, Target.open(target, **options), names=native_names(source))
     config = json.loads((draft / "config.json").read_text())
+    block = seal.sealed(block, config, source.config)
     (draft / "config.json").write_text(json.dumps(config | {provenance.KEY: block}))
     return block
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))
 
 
 def edit_tensor(folder: Path, name: str, change: Any) -> None:
@@ -95,12 +104,11 @@ def test_the_block_says_everything(draft: Path, target: Path) -> None:
     assert said["rope"] == "none"
     assert said["norm_eps"] == {"default": 1e-5, "q_a_layernorm": 1e-6, "kv_a_layernorm": 1e-6}
     assert block["training"]["dataset"] == UNKNOWN
-    assert about["weights"]["sha256"] == UNKNOWN, "a local folder's weights are not read in full"
+    hashes = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in target.glob("*.safetensors")}
+    assert about["weights"]["sha256"] == digests.files_digest(hashes)
 
 
 def test_digest_forms_are_what_they_say(target: Path) -> None:
-    import hashlib
-
     whole = Target.open(target)
     entry = whole.entry(embed_of(target))
     table = load_file(target / entry.file)[embed_of(target)].view(torch.uint8).numpy().tobytes()
@@ -112,7 +120,7 @@ def test_digest_forms_are_what_they_say(target: Path) -> None:
     assert found["runs"] == runs
     assert found["sha256"] == hashlib.sha256(("\n".join([head, *runs]) + "\n").encode()).hexdigest()
     assert digests.row_digest(whole.files, entry, 5) == hashlib.sha256(table[5 * width : 6 * width]).hexdigest()
-    assert digests.canonical_json({"b": 1, "a": {"transformers_version": "x", "é": [1, 2.5, None]}}) == (
+    assert canonical_json({"b": 1, "a": {"transformers_version": "x", "é": [1, 2.5, None]}}) == (
         '{"a":{"é":[1,2.5,null]},"b":1}'.encode()
     )
     assert [digests.row_runs(n) for n in (0, 1, 17)] == [[], [(0, 1)], [(k, min(2, 17 - k)) for k in range(0, 17, 2)]]
@@ -159,7 +167,8 @@ def test_a_recorded_statement_that_the_configs_contradict_differs(draft: Path, t
     assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert found["verdict"] == "different"
-    assert [row["field"] for row in found["differences"]] == [field]
+    sealed = f"{provenance.KEY}.{'.'.join(field.split('.')[:2])}"
+    assert [row["field"] for row in found["differences"]] == [field, sealed]
 
 
 def test_one_changed_embedding_row(draft: Path, target: Path) -> None:
@@ -171,8 +180,9 @@ def test_one_changed_embedding_row(draft: Path, target: Path) -> None:
 
     edit_tensor(target, embed_of(target), bump)
     result = check(draft, target)
-    assert [row["field"] for row in result["differences"]] == ["target.tensors.embed_tokens"]
-    assert result["differences"][0]["detail"] == "they differ in rows 192-223"
+    rows = {row["field"]: row for row in result["differences"]}
+    assert rows.keys() == {"target.weights", "target.tensors.embed_tokens"}
+    assert rows["target.tensors.embed_tokens"]["detail"] == "they differ in rows 192-223"
 
 
 def test_a_layer_trained_further(draft: Path, target: Path) -> None:
@@ -181,6 +191,8 @@ def test_a_layer_trained_further(draft: Path, target: Path) -> None:
     name = next(n for n in Target.open(target).weight_map if n.endswith("layers.4.self_attn.o_proj.weight"))
     edit_tensor(target, name, lambda t: t * 1.01)
     fields = [row["field"] for row in check(draft, target)["differences"]]
+    assert fields == ["target.weights", f"target.spots {name}"]
+    fields = [row["field"] for row in check(draft, target, quick=True)["differences"]]
     assert fields == [f"target.spots {name}"]
 
 
@@ -296,8 +308,8 @@ def test_damaged_blocks_are_refused(draft: Path, target: Path) -> None:
     def put(changed: Any) -> None:
         (draft / "config.json").write_text(json.dumps(config | {provenance.KEY: changed}))
 
-    put(block | {"format": 2})
-    with pytest.raises(KconvError, match="has the format 2, this kconv reads 1"):
+    put(block | {"format": 3})
+    with pytest.raises(KconvError, match="has the format 3, this kconv reads 1 and 2"):
         check(draft, target)
     put(block | {"target": block["target"] | {"revision": "main"}})
     with pytest.raises(Problems, match=r"target.revision: 'main' does not match"):
