@@ -28,6 +28,7 @@ from kconv.packaging import digests, provenance
 from kconv.packaging.problems import native_names
 from kconv.packaging.target_model import PROMPT, TABLES, TOKENIZER, UNKNOWN, Target, stated
 from kconv.text.canonical import json_digest
+from kconv.verification import check_files
 
 IDENTITY = ("target.repo", "target.revision")
 NEEDED = (*IDENTITY, "target.weights", "draft.weights", "draft.config", provenance.KEY)
@@ -176,15 +177,29 @@ def compare(
     for part, pattern in (("tokenizer", TOKENIZER), ("prompt", PROMPT)):
         _files(f"target.{part}", recorded[part], target.hashes(pattern), findings)
     if target.converted:
+        _conversion(target, findings)
+    index = recorded["index"]["sha256"]
+    moved = target.converted and index != json_digest(target.weight_map)
+    if moved:
         findings.skip("target.index", "the target was converted: its files are others")
-        findings.skip("target.weights", "the target was converted: its files are others")
     else:
-        has_index = recorded["index"]["sha256"] != UNKNOWN
-        findings.hold("target.index", recorded["index"]["sha256"], json_digest(target.weight_map) if has_index else None)
-        tables = tables and not _weights(recorded["weights"]["sha256"], target, findings)
+        findings.hold("target.index", index, json_digest(target.weight_map) if index != UNKNOWN else None)
+    if moved and target.as_published:
+        findings.skip("target.weights", "the target was converted: its files are others")
+    elif _weights(recorded["weights"]["sha256"], target, findings) and not target.converted:
+        tables = False
     _spots(recorded["spots"]["tensors"], target, findings)
     _tables(recorded["tensors"], target, findings, tables)
     _draft_weights(block["draft"]["weights"], files, findings, names)
+
+
+def _conversion(target: Target, findings: Findings) -> None:
+    """The files of a converted target against the digests that its manifest states."""
+    wrong = check_files(target.files, target.manifest, weights=not target.quick)
+    findings.compared.append("target.conversion")
+    findings.differences += [
+        {"field": "target.conversion", "recorded": "as kconv.json states", "found": line, "detail": None} for line in wrong
+    ]
 
 
 def _weights(recorded: str, target: Target, findings: Findings) -> bool:
@@ -242,10 +257,11 @@ def _spots(recorded: Mapping[str, str], target: Target, findings: Findings) -> N
     if not recorded:
         findings.skip("target.spots", "not recorded")
     for name, digest in recorded.items():
-        if name not in target.weight_map:
-            findings.skip(f"target.spots {name}", "the target has no tensor of that name")
+        here = target.named(name)
+        if here is None:
+            findings.skip(f"target.spots {name}", "the target has no tensor of that name, or in another form")
         else:
-            findings.hold(f"target.spots {name}", digest, digests.spot_digest(target.files, target.entry(name)))
+            findings.hold(f"target.spots {name}", digest, digests.spot_digest(target.files, target.entry(here)))
 
 
 def _tables(recorded: Mapping[str, Any], target: Target, findings: Findings, wanted: bool) -> None:

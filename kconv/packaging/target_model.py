@@ -42,12 +42,11 @@ TOKENIZER = re.compile(
     r"|added_tokens\.json|spiece\.model|tokenization_\w+\.py"
 )
 PROMPT = re.compile(r"chat_template\.(jinja|json)|encoding_\w+\.py")
-TABLES = {
-    "embed_tokens": re.compile(r"(language_model\.)?(model\.)?embed_tokens\.weight"),
-    "lm_head": re.compile(r"(language_model\.)?lm_head\.weight"),
-    "norm": re.compile(r"(language_model\.)?model\.norm\.weight"),
-}
-LAYER = re.compile(r"(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)")
+ROOT = r"(?:(?:language_model|model)\.)*"
+TABLES = {kind: re.compile(rf"{ROOT}{kind}\.weight") for kind in ("embed_tokens", "lm_head", "norm")}
+LAYER = re.compile(rf"{ROOT}layers\.(\d+)\.(.+)")
+ALIKE = ("shared_experts.down_proj.weight", "mlp.down_proj.weight")
+"""Tensors of an MLP that lie in every form of a checkpoint with the same bytes, unlike its experts."""
 
 
 @dataclass
@@ -147,9 +146,34 @@ class Target:
             match = LAYER.fullmatch(name)
             if match and int(match[1]) in layers and ("self_attn." in match[2] or "mlp." in match[2] or "experts." in match[2]):
                 key = (int(match[1]), "self_attn." in match[2])
-                if key not in chosen or match[2].endswith("o_proj.weight"):
+                if key not in chosen or match[2].endswith(("self_attn.o_proj.weight", *ALIKE)):
                     chosen[key] = name
         return {name: digests.spot_digest(self.files, self.entry(name)) for _, name in sorted(chosen.items())}
+
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """Layer and part of a layer, spelled the same in every form of a checkpoint -> the name of the tensor here."""
+        return {spelled: name for name in self.weight_map if (spelled := place(name))}
+
+    def named(self, name: str) -> str | None:
+        """The tensor here that is called `name` in some form of this checkpoint; None if it has none, or in other bytes."""
+        if name in self.weight_map:
+            return name
+        here = self.places.get(place(name) or "")
+        fp8 = self.converted and "fp8" in stated(self)["quantization"]
+        return None if here is None or (fp8 and not self.entry(here).spec.dtype.startswith("F8")) else here
+
+    @property
+    def as_published(self) -> bool:
+        """Whether its tensors lie in the files in which they are published."""
+        return not self.converted or self.manifest.get("to") == "hf"
+
+    @property
+    def source_hashes(self) -> dict[str, str] | None:
+        """sha256 of its source's weight files, as the manifest of the conversion states them; None where it states times."""
+        known = {n: sha for n, sha in (self.manifest.get("inputs") or {}).items() if n.endswith(".safetensors")}
+        published = str(self.manifest.get("from", "")).startswith("hf")
+        return known if published and known and all(re.fullmatch(r"[0-9a-f]{64}", str(v)) for v in known.values()) else None
 
     def hashes(self, pattern: re.Pattern[str]) -> dict[str, str]:
         """sha256 of the files whose name matches."""
@@ -162,8 +186,8 @@ class Target:
 
     def weight_hashes(self) -> dict[str, str] | None:
         """sha256 of every weight file: as the Hub states them, or read from a local folder; None where `unread` says why."""
-        if self.converted:
-            return None
+        if not self.as_published:
+            return None if self.quick else self.source_hashes
         if isinstance(self.files, LocalFiles):
             return None if self.quick else sha256_of_files(self.files, self.weight_files, "target's weights", quiet=self.quiet)
         known = {f: self.files.sha256(f) for f in self.weight_files}
@@ -175,7 +199,7 @@ class Target:
         if self.quick and isinstance(self.files, LocalFiles):
             total = human(sum(self.files.size(f) for f in self.weight_files))
             return f"--quick: of {total} in {len(self.weight_files)} weight files only headers, tables and spots were read"
-        return "the sha256 of its weight files is not stated"
+        return "its source was a local folder, whose files' sha256 no manifest states" if self.converted else "not stated"
 
     def token(self, number: int) -> str | None:
         """The string of a special token, from the tokenizer's files; None if they do not name it."""
@@ -215,6 +239,12 @@ class Target:
         return self.files.sha256(name) or hashlib.sha256(self.files.read(name)).hexdigest()
 
 
+def place(name: str) -> str | None:
+    """A tensor of a layer without what differs between the forms of a checkpoint; None for others."""
+    match = LAYER.fullmatch(name)
+    return f"{match[1]}.{match[2].replace('block_sparse_moe.', 'mlp.')}" if match else None
+
+
 def facts(target: Target, taps: list[int] | None, *, tables: bool = True) -> dict[str, Any]:
     """The `target` part of the provenance block.
 
@@ -223,7 +253,7 @@ def facts(target: Target, taps: list[int] | None, *, tables: bool = True) -> dic
         taps: tapped layers, whose spots are digested; None when unknown.
         tables: whether to read and digest the tables; without them they are "unknown".
     """
-    tokenizer, prompt, weights = target.hashes(TOKENIZER), target.hashes(PROMPT), target.weight_hashes()
+    tokenizer, prompt, weights = target.hashes(TOKENIZER), target.hashes(PROMPT), _published_hashes(target)
     index = None if target.converted else target._json("model.safetensors.index.json")
     return {
         "repo": target.repo or UNKNOWN,
@@ -235,8 +265,13 @@ def facts(target: Target, taps: list[int] | None, *, tables: bool = True) -> dic
         "prompt": {"form": "files-1", "sha256": digests.files_digest(prompt) if prompt else UNKNOWN, "files": prompt},
         "weights": {"form": "files-1", "sha256": digests.files_digest(weights) if weights else UNKNOWN},
         "tensors": table_digests(target) if tables else dict.fromkeys(TABLES, UNKNOWN),
-        "spots": {"form": "spot-1", "tensors": target.spots(taps) if taps and not target.converted else {}},
+        "spots": {"form": "spot-1", "tensors": target.spots(taps) if taps else {}},
     }
+
+
+def _published_hashes(target: Target) -> dict[str, str] | None:
+    """sha256 of the weight files as they are published: those of a conversion are not theirs, even back in the same layout."""
+    return target.source_hashes if target.converted and target.as_published else target.weight_hashes()
 
 
 def stated(target: Target) -> dict[str, Any]:

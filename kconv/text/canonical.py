@@ -28,7 +28,7 @@ def json_digest(value: Any) -> str:
 
 def keys_digest(value: Mapping[str, Any]) -> dict[str, Any]:
     """The `keys-1` digest of an object: it tells not only that something was changed, but what."""
-    parts = {}
+    parts: dict[str, str] = {}
     for key, part in value.items():
         if key in VOLATILE:
             continue
