@@ -89,24 +89,52 @@ def _dot(a, b, acc, GPU: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x):
+def _exp(x, GPU: tl.constexpr):
+    """exp; on a GPU without the steps that keep results below 2^-126."""
+    x *= 1.4426950408889634
+    if GPU:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.exp2(x)
+    return y
+
+
+@triton.jit
+def _inverse(x, GPU: tl.constexpr):
+    if GPU:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = 1.0 / x
+    return y
+
+
+@triton.jit
+def sigmoid(x, GPU: tl.constexpr):
+    """1 / (1 + e^-x)."""
+    return _inverse(1.0 + _exp(-x, GPU), GPU)
+
+
+@triton.jit
+def tanh(x, GPU: tl.constexpr):
+    """tanh, by its series where a difference from 1 would lose digits."""
     a = tl.abs(x)
-    e = tl.exp(-2.0 * a)
+    e = _exp(-2.0 * a, GPU)
     q = x * x
-    near = a * (1.0 - q * (1.0 / 3 - q * (2.0 / 15 - q * (17.0 / 315))))
-    return tl.where(x < 0, -1.0, 1.0) * tl.where(a < 0.2, near, (1.0 - e) / (1.0 + e))
+    near = x * (1.0 - q * (1.0 / 3 - q * (2.0 / 15 - q * (17.0 / 315))))
+    far = (1.0 - e) * _inverse(1.0 + e, GPU)
+    return tl.where(a < 0.2, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
-def bounded(up, linear, ACT: tl.constexpr):
+def bounded(up, linear, ACT: tl.constexpr, GPU: tl.constexpr):
     """The factor made of the up projection: bounded by `linear` where ACT is `situ`."""
-    return linear * _tanh(up / linear) if ACT == "situ" else up
+    return linear * tanh(up * (1.0 / linear), GPU) if ACT == "situ" else up
 
 
 @triton.jit
-def gated(gate, beta, ACT: tl.constexpr):
+def gated(gate, beta, ACT: tl.constexpr, GPU: tl.constexpr):
     """The factor made of the gate: SiLU, or SiTU's with bound `beta`."""
-    return gate * tl.sigmoid(gate) if ACT == "silu" else beta * _tanh(gate / beta) * tl.sigmoid(gate)
+    return (gate if ACT == "silu" else beta * tanh(gate * (1.0 / beta), GPU)) * sigmoid(gate, GPU)
 
 
 @triton.jit
@@ -170,7 +198,7 @@ def _rows(first, end, tokens, PER: tl.constexpr, PAIRS: tl.constexpr, GATHER: tl
 @triton.jit
 def _store(
     acc, rows, valid, out, pre, block, output, beta, linear, ACT: tl.constexpr, OUT: tl.constexpr, FUSED: tl.constexpr,
-    KEEP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KEEP: tl.constexpr, GPU: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write a tile [M, N]: its outputs, or where FUSED the activation of its M / 2 gates and ups, and those if KEEP."""
     HALF: tl.constexpr = M // 2
@@ -181,7 +209,7 @@ def _store(
             kept = pre + rows[None, :] * OUT + at
             tl.store(kept, gate.to(tl.bfloat16), mask=valid[None, :])
             tl.store(kept + OUT // 2, up.to(tl.bfloat16), mask=valid[None, :])
-        y = gated(gate, beta, ACT) * bounded(up, linear, ACT)
+        y = gated(gate, beta, ACT, GPU) * bounded(up, linear, ACT, GPU)
         tl.store(out + rows[None, :] * (OUT // 2) + at, y.to(tl.bfloat16), mask=valid[None, :])
     else:
         tl.store(out + rows[None, :] * OUT + output[:, None], acc.to(tl.bfloat16), mask=valid[None, :])
@@ -237,9 +265,11 @@ def product(
         if MORE:
             other = _dot(w, tl.load(other_right + i * STEP, mask=other_valid[None, :], other=0.0), other, GPU)
     scale: tl.constexpr = 2.0**64 if PACKED else 1.0
-    _store(acc * scale, rows, valid, out, pre, block, output, beta, linear, ACT, OUT, FUSED, KEEP, M, N)
+    _store(acc * scale, rows, valid, out, pre, block, output, beta, linear, ACT, OUT, FUSED, KEEP, GPU, M, N)
     if MORE:
-        _store(other * scale, other_rows, other_valid, out, pre, block, output, beta, linear, ACT, OUT, FUSED, KEEP, M, MORE)
+        _store(
+            other * scale, other_rows, other_valid, out, pre, block, output, beta, linear, ACT, OUT, FUSED, KEEP, GPU, M, MORE
+        )
 
 
 @triton.jit
@@ -276,7 +306,7 @@ def product_back(
 @triton.jit
 def activate_back(
     back, pre, weights, places, grads, grad_weights, beta, linear, ACT: tl.constexpr,
-    INTER: tl.constexpr, BLOCK: tl.constexpr,
+    INTER: tl.constexpr, GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One pair: gradient `grads` of its gates and ups `pre`, from `back`, that of the activation before the weight.
 
@@ -293,14 +323,14 @@ def activate_back(
         gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(at + INTER, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(back + row * INTER + c, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        a, b = gated(gate, beta, ACT), bounded(up, linear, ACT)
+        slope = sigmoid(gate, GPU)
+        a, b = gated(gate, beta, ACT, GPU), bounded(up, linear, ACT, GPU)
         total += d * a * b
         if ACT == "silu":
-            slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            slope *= 1.0 + gate * (1.0 - slope)
         else:
-            t = _tanh(gate / beta)
-            slope = sigmoid * ((1.0 - t * t) + beta * t * (1.0 - sigmoid))
+            t = tanh(gate * (1.0 / beta), GPU)
+            slope *= (1.0 - t * t) + beta * t * (1.0 - slope)
         if ACT == "situ":
             u = b / linear
             bend = 1.0 - u * u

@@ -220,6 +220,7 @@ class FusedExperts(torch.autograd.Function):
             linear,
             ACT=name,
             INTER=inter,
+            GPU=on_gpu(),
             BLOCK=BLOCK,
         )
         rows = product_back(

@@ -63,6 +63,12 @@ def softmax(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
     return scores.softmax(-1, dtype=wide(scores.dtype)).to(scores.dtype)
 
 
+def by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """x [B, H, T, in] times each head's matrix [H, in, out], which a broadcast product would copy for every row of a batch."""
+    rows = x.transpose(0, 1).flatten(1, 2)
+    return (rows @ matrices).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
+
+
 class KimiMLA(nn.Module):
     """One MLA layer; see the module's table. `config` needs only the MLA fields of KimiK3TextConfig: drafts reuse it."""
 
@@ -184,11 +190,11 @@ class KimiMLA(nn.Module):
         up = up if self.groups == 1 else up.repeat_interleave(self.groups, dim=0)
         to_key, to_value = up.split([self.nope, self.value], dim=1)
         nope, rope = q.split([self.nope, self.rope], dim=-1)
-        folded = torch.cat([nope @ to_key, rope], dim=-1)
+        folded = torch.cat([by_head(nope, to_key), rope], dim=-1)
         rows = latents[..., : self.rank + self.rope]
         scores = (folded.flatten(1, 2) @ rows.transpose(1, 2)).unflatten(1, q.shape[1:3]) * self.scale
         if allowed is None and q.shape[2] > 1:
             allowed = causal_mask(q.shape[2], latents.shape[1], q.device)
         weights = softmax(scores, allowed)
         read = (weights.flatten(1, 2) @ latents[..., : self.rank]).unflatten(1, q.shape[1:3])
-        return read @ to_value.transpose(1, 2)
+        return by_head(read, to_value.transpose(1, 2))

@@ -17,7 +17,7 @@ def _activate(gate, up, out, size, beta, linear, ACT: tl.constexpr, SPAN: tl.con
     inside = at < size
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (gated(g, beta, ACT) * bounded(u, linear, ACT)).to(tl.bfloat16), mask=inside)
+    tl.store(out + at, (gated(g, beta, ACT, True) * bounded(u, linear, ACT, True)).to(tl.bfloat16), mask=inside)
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, kind: str, beta: float, linear: float) -> torch.Tensor:

@@ -2,10 +2,11 @@
 
 | operands | computed as |
 |---|---|
-| fp32 rows, bf16 matrix, CUDA, no gradient | rows as the sum of three bf16, which is exact; three bf16 products summed in fp32 |
+| over 64 rows of fp32, bf16 matrix, CUDA, no gradient | the sum of three products of bf16, into which rows part exactly |
 | all else | `F.linear` in at least fp32 |
 
-Products of bf16 are exact in fp32, so both differ from the real sum by fp32 rounding alone; the first is several times faster.
+Products of bf16 are exact in fp32, so both differ from the real sum by fp32 rounding alone. The first is several times faster,
+where there is more to do than to launch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from kconv.modeling.dtypes import no_autocast, widen
+
+FEW = 64
 
 
 def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -31,4 +34,11 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _splits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     types = (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
     trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return x.is_cuda and types and not trained and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype")
+    return (
+        x.is_cuda
+        and x.shape[0] > FEW
+        and types
+        and not trained
+        and torch.version.hip is None
+        and hasattr(torch.ops.aten.mm, "dtype")
+    )
