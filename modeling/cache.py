@@ -169,6 +169,10 @@ class KimiK3Cache(Cache):
         """Called once per forward pass, after every layer has stored its part."""
         self.tokens += tokens
 
+    def allowed(self, given: torch.Tensor | None) -> torch.Tensor | None:
+        """The mask over the keys of a pass: the one that padding makes, unless the cache has its own."""
+        return given
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
         return self.tokens

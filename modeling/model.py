@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from kconv.errors import KconvError
-from kconv.modeling import peft_targets
+from kconv.modeling import decode_graph, peft_targets
 from kconv.modeling import segments as seg
 from kconv.modeling.arguments import LOSS, PACKING, boundaries, check_keywords
 from kconv.modeling.cache import KimiK3Cache
@@ -29,10 +29,12 @@ from kconv.modeling.loss import causal_lm_loss
 from kconv.modeling.mla import causal_mask
 from kconv.modeling.norm import KimiRMSNorm
 from kconv.modeling.residual import SourceScore, mix
+from kconv.modeling.static_cache import StaticKimiK3Cache
 from kconv.modeling.strict import StrictPreTrainedModel
 
-CACHES = (None, "dynamic", "offloaded")  # generation's `cache_implementation`
+CACHES = (None, "dynamic", "static", "offloaded")  # generation's `cache_implementation`
 FP32_PARAMETERS = ("A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias")
+STATIC_TOKENS = 256  # a static cache holds a multiple of so many
 
 
 class KimiK3PreTrainedModel(StrictPreTrainedModel):
@@ -122,6 +124,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         segments, allowed = layout_of(x, attention_mask, position_ids, cu_seqlens, 0 if cache is None else cache.tokens)
         cache = self._cache(cache, use_cache, packed=segments is not None and segments.packed)
         record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        allowed = allowed if cache is None else cache.allowed(allowed)
         x, states = self._run(x, Layout(segments, cache, allowed), bool(record))
         if cache is not None:
             cache.advance(x.shape[1])
@@ -236,9 +239,16 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         Labels are those of the kept positions, shifted here; `shift_labels` of the same shape are shifted already.
         """
         check_keywords(kwargs, PACKING | LOSS, type(self).__name__)
+        given = cache if cache is not None else past_key_values
+        record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        others = (inputs_embeds, labels, cu_seqlens, padding_mask, *(v for k, v in kwargs.items() if k in PACKING))
+        if not record and use_cache is not False and all(o is None for o in others):
+            replayed = decode_graph.step(self, given, input_ids, attention_mask)
+            if replayed is not None:
+                return CausalLMOutputWithPast(logits=replayed, **{CACHE_NAME: given})
         out = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
-            cache=cache if cache is not None else past_key_values, use_cache=use_cache, padding_mask=padding_mask,
+            cache=given, use_cache=use_cache, padding_mask=padding_mask,
             output_hidden_states=output_hidden_states, cu_seqlens=cu_seqlens,
             **{k: v for k, v in kwargs.items() if k in PACKING},
         )  # fmt: skip
@@ -255,15 +265,31 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Generation's cache is ours, held on the CPU between steps for `offloaded`; raises KconvError for other kinds."""
+        """Generation's cache is ours: `offloaded` is held on the CPU between steps, decoding on a `static` one is a CUDA graph.
+
+        A static one is kept with the model and emptied for the next call, as long as the weights lie where they did; for an
+        assistant it grows like the usual one. Raises KconvError for other kinds.
+        """
         kind = generation_config.cache_implementation
         if generation_config.use_cache is False or model_kwargs.get(CACHE_NAME) is not None:
             return
         if kind not in CACHES:
             raise KconvError(
                 f"cache_implementation {kind!r}: a KDA state and MLA's latents are neither keys nor values to be kept so",
-                hint="leave it out, or use 'offloaded'",
+                hint="leave it out, or use 'static' or 'offloaded'",
             )
+        if kind == "static" and not generation_config.is_assistant:
+            model_kwargs[CACHE_NAME] = self._emptied_static_cache(int(args[-1] if args else kwargs["max_cache_length"]))
+            return
         model_kwargs[CACHE_NAME] = KimiK3Cache(self.config, offloaded=kind == "offloaded")
         if generation_config.is_assistant:
             model_kwargs[CACHE_NAME].activate_past_recording()
+
+    def _emptied_static_cache(self, tokens: int) -> StaticKimiK3Cache:
+        weights = decode_graph.where_weights_lie(self)
+        kept: tuple[Any, StaticKimiK3Cache] | None = self.__dict__.get("_static_cache")
+        if kept is None or kept[0] != weights or kept[1].capacity < tokens:
+            capacity = -(-tokens // STATIC_TOKENS) * STATIC_TOKENS
+            kept = self.__dict__["_static_cache"] = (weights, StaticKimiK3Cache(self.config, capacity))
+        kept[1].reset()
+        return kept[1]

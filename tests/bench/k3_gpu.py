@@ -203,7 +203,9 @@ def cache(report: Report) -> list[dict[str, Any]]:
             again = model.generate(x[:, :40], max_new_tokens=12, do_sample=False, eos_token_id=None, use_cache=False)
         row = {"cached": relative(torch.cat(parts, 1), whole), "padded": relative(padded, alone)}
         row["padded in pieces"] = relative(torch.cat(pieces, 1)[1, 19:], alone)
+        fixed = model.generate(x[:, :40], max_new_tokens=12, do_sample=False, eos_token_id=None, cache_implementation="static")
         same = (tokens == again).double().mean().item()
+        row["static tokens equal"] = (tokens == fixed).double().mean().item()
         rows.append({"dtype": precision, **row, "generated tokens equal to uncached": same})
         report.say(str(rows[-1]))
     return rows
@@ -289,16 +291,18 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def generation(report: Report, name: str, model: Any, ids: torch.Tensor, count: int) -> dict[str, float]:
-    """Milliseconds a token of greedy decoding with the cache, after the prompt."""
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+def generation(report: Report, name: str, model: Any, ids: torch.Tensor, count: int, static: bool = False) -> dict[str, float]:
+    """Milliseconds a token of greedy decoding with the cache, after the prompt; `static` replays CUDA graphs."""
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"cache_implementation": "static"} if static else {}
 
     def run(tokens: int) -> float:
         return seconds(lambda: model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options), repeats=3, warm=1)
 
     per_token = 1e3 * (run(count + 1) - run(1)) / count
-    report.say(f"{name}: {per_token:.2f} ms a generated token after {ids.shape[1]}")
-    return {"ms_per_token": per_token}
+    kind = "static" if static else "growing"
+    report.say(f"{name}: {per_token:.2f} ms a generated token after {ids.shape[1]}, {kind} cache")
+    return {"ms_per_token_static" if static else "ms_per_token": per_token}
 
 
 def timings(report: Report) -> dict[str, Any]:
@@ -317,7 +321,8 @@ def timings(report: Report) -> dict[str, Any]:
         with torch.no_grad():
             logits = ours.eval()(ids).logits
         found["rows"].append(measure(report, "kconv", ours, ids, lambda m, x: next_token_loss(m(x).logits, x)))
-        found["rows"][-1] |= generation(report, "kconv", ours, ids[:, :512], 32)
+        for static in (False, True):
+            found["rows"][-1] |= generation(report, "kconv", ours, ids[:, :512], 32, static)
         report.out.write_text(json.dumps({**report.found, "timings": found}, indent=1))
         del ours
         torch.cuda.empty_cache()
