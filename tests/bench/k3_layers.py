@@ -4,7 +4,7 @@
 
 A limit is the time for the bytes that must move, at the rate of a device copy, or for the flops, at the rate of a bf16 product
 of 8192, whichever is longer; both rates are measured in the same run. Up to 64 tokens are a decoding step: that many
-sequences, one token each, over a cache of `--past` tokens; more are one sequence without a cache. Captured in a CUDA graph
+sequences, one token each, over a static cache of `--past` tokens; more are one sequence without a cache. Captured in a CUDA graph
 where that is possible. Needs 80 GB for the bf16 experts, 20 GB otherwise. The model's totals are sums, not measurements.
 """
 
@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from kconv.modeling import KimiK3TextConfig  # noqa: E402
-from kconv.modeling.cache import KDACacheLayer, MLACacheLayer  # noqa: E402
 from kconv.modeling.init import initialise  # noqa: E402
 from kconv.modeling.kda import KimiDeltaAttention  # noqa: E402
 from kconv.modeling.mla import KimiMLA  # noqa: E402
 from kconv.modeling.mlp import KimiMLP  # noqa: E402
 from kconv.modeling.moe import KimiMoE  # noqa: E402
 from kconv.modeling.situ import GatedActivation  # noqa: E402
+from kconv.modeling.static_cache import StaticKDACacheLayer, StaticMLACacheLayer  # noqa: E402
 from tests.bench.k3_gpu import few_configs  # noqa: E402
 
 DEVICE = "cuda"
@@ -127,23 +127,15 @@ def runner(kind: str, module: Any, tokens: int, past: int, config: KimiK3TextCon
     if kind == "dense" or not decoding:
         return lambda: module(x)
     if kind == "mla":
-        latent = torch.randn(tokens, past, module.rank + module.rope, device=DEVICE, dtype=torch.bfloat16)
-
-        def step() -> Any:
-            cache = MLACacheLayer()
-            cache.latent = latent
-            return module(x, None, cache)
-
-        return step
-    state = torch.randn(tokens, module.heads, module.head_dim, module.head_dim, device=DEVICE)
-    conv = torch.randn(tokens, 3, module.q_conv1d.width - 1, module.heads * module.head_dim, device=DEVICE, dtype=x.dtype)
-
-    def step_kda() -> Any:
-        cache = KDACacheLayer()
-        cache.conv, cache.state = conv, state
-        return module(x, None, cache)
-
-    return step_kda
+        latents = StaticMLACacheLayer(past + 256)
+        latents.latent = torch.randn(tokens, past, module.rank + module.rope, device=DEVICE, dtype=x.dtype)
+        latents.at = torch.tensor([past], device=DEVICE)
+        return lambda: module(x, None, latents, (torch.arange(latents.capacity, device=DEVICE) <= latents.at)[None, None, None])
+    states = StaticKDACacheLayer()
+    width = module.heads * module.head_dim
+    states.conv = torch.randn(tokens, 3, module.q_conv1d.width - 1, width, device=DEVICE, dtype=x.dtype)
+    states.state = torch.randn(tokens, module.heads, module.head_dim, module.head_dim, device=DEVICE)
+    return lambda: module(x, None, states)
 
 
 @torch.no_grad()
