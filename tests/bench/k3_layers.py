@@ -129,8 +129,8 @@ def runner(kind: str, module: Any, tokens: int, past: int, config: KimiK3TextCon
     if kind == "mla":
         latents = StaticMLACacheLayer(past + 256)
         latents.latent = torch.randn(tokens, past, module.rank + module.rope, device=DEVICE, dtype=x.dtype)
-        latents.at = torch.tensor([past], device=DEVICE)
-        return lambda: module(x, None, latents, (torch.arange(latents.capacity, device=DEVICE) <= latents.at)[None, None, None])
+        latents.at = at = torch.tensor([past], device=DEVICE)
+        return lambda: module(x, None, latents, (torch.arange(latents.capacity, device=DEVICE) <= at)[None, None, None])
     states = StaticKDACacheLayer()
     width = module.heads * module.head_dim
     states.conv = torch.randn(tokens, 3, module.q_conv1d.width - 1, width, device=DEVICE, dtype=x.dtype)
