@@ -20,7 +20,7 @@ import torch
 from kconv.modeling.router import KimiRouter
 from kconv.modeling.static_cache import StaticKimiK3Cache
 
-logger = logging.getLogger("kconv.modeling")
+logger = logging.getLogger(__package__)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 

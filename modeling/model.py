@@ -245,7 +245,8 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         if not record and use_cache is not False and all(o is None for o in others):
             replayed = decode_graph.step(self, given, input_ids, attention_mask)
             if replayed is not None:
-                return CausalLMOutputWithPast(logits=replayed, **{CACHE_NAME: given})
+                outputs: dict[str, Any] = {"logits": replayed, CACHE_NAME: given}
+                return CausalLMOutputWithPast(**outputs)
         out = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
             cache=given, use_cache=use_cache, padding_mask=padding_mask,

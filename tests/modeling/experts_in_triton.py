@@ -91,9 +91,11 @@ def inexact_products() -> int:
     units = fused.quarters(torch.eye(columns, device=DEVICE).bfloat16()).contiguous()
     order = fused.order_of(torch.zeros(columns, 1, dtype=torch.long, device=DEVICE), 1, 16)
     out = units.new_empty(columns, rows)
-    order_rows = torch.empty_like(units).index_copy_(0, order.places.long(), units)
-    fused.product(order_rows, codes.view(torch.int16), scale.view(torch.int32), out, order, 1)
-    return int((decode(codes, scale, torch.bfloat16)[0] != out[order.places.long()].T).sum())
+    assert order.places is not None
+    places = order.places.long()
+    sorted_units = torch.empty_like(units).index_copy_(0, places, units)
+    fused.product(sorted_units, codes.view(torch.int16), scale.view(torch.int32), out, order, 1)
+    return int((decode(codes, scale, torch.bfloat16)[0] != out[places].T).sum())
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def test_rows_are_reordered_repeated_and_chosen_like_those_of_the_growing_cache(
     for cache in (KimiK3Cache(m.config), StaticKimiK3Cache(m.config, 16)):
         steps(m, x[:, :7], [7], cache)
         cache.batch_repeat_interleave(2)
-        cache.reorder_cache(torch.tensor([3, 0, 2, 1]))
+        cache.reorder_cache(torch.tensor([3, 0, 2, 1]))  # type: ignore[arg-type]
         cache.batch_select_indices(torch.tensor([0, 2, 3]))
         outs.append(steps(m, torch.cat([x, x[:1]])[:, 7:], [1, 1], cache))
     torch.testing.assert_close(*outs, **CLOSE)
@@ -92,5 +92,6 @@ def test_a_model_with_a_static_cache_can_be_copied() -> None:
     m, x = KINDS["k3"](), ids(1, 5)
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = m.generate(x, cache_implementation="static", **options)
-    m.__dict__["_static_cache"][1].graph = (part for part in ())  # like a graph, it can neither be copied nor pickled
+    parts: tuple[int, ...] = ()
+    m.__dict__["_static_cache"][1].graph = (part for part in parts)  # like a graph, it can neither be copied nor pickled
     assert torch.equal(copy.deepcopy(m).generate(x, cache_implementation="static", **options), wanted)
