@@ -23,14 +23,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kconv.adapters.weights.formats import KINDS, MX_GROUP, Fields, Format, Plain, format_of
 from kconv.errors import KconvError
 from kconv.kernels.geometry import layout_of, scale_shape
 from kconv.spec import FLOATS, Spec
 from kconv.transforms.base import Specs, Transform
-from kconv.transforms.fp8 import CODES, Fp8
-from kconv.transforms.int4 import Int4
-from kconv.transforms.mxfp4 import Mxfp4
-from kconv.transforms.nvfp4 import Nvfp4
+from kconv.transforms.fp8 import CODES
 
 WEIGHTS = ("weight_packed", "weight")
 SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
@@ -42,7 +40,6 @@ ACTIVATIONS = frozenset({
 SUFFIXES = (*WEIGHTS, *SCALES)
 EXPONENTS = ("U8", "F8_E8M0")
 BLOCK_SIDES = (32, 64, 128)
-MX_GROUP, NV_GROUP = 32, 16
 
 
 class FormError(KconvError):
@@ -66,78 +63,36 @@ class Declared:
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a weight is stored: its tensors' suffixes in the order of its transform's left side, and the transform's parameters."""
-
-    kind: str
-    names: tuple[str, ...] = ("weight",)
-    stored: str = "BF16"
-    scale: str = ""
-    code: str = ""
-    layout: str = ""
-    block: tuple[int, int] | None = None
-    group: int = 0
-    symmetric: bool = True
-    shape: str = ""
-    divides: bool = True
-    whole: tuple[int, ...] = ()
+class Form(Fields):
+    """How a weight is stored, and through its format (`formats`) what that means."""
 
     @property
     def plain(self) -> bool:
         """Whether it is not quantised."""
-        return self.kind == "plain"
+        return self.kind == Plain.kind
 
     @property
     def kept(self) -> tuple[str, ...]:
         """Suffixes of the tensors that must stay beside decoded values for the stored bits to come back."""
         return tuple(n for n in self.names[1:] if n != "weight_shape")
 
+    @property
+    def format(self) -> Format:
+        """What is particular to its format."""
+        return format_of(self)
+
     def decoder(self, dtype: str, columns: int, *, sidecar: bool) -> Transform:
         """The transform from the stored tensors of a weight [O, columns] to its values."""
-        if self.kind == "mxfp4":
-            return Mxfp4(dtype, sidecar, MX_GROUP, self.scale, self.stored)
-        if self.kind == "nvfp4":
-            return Nvfp4(dtype, sidecar, self.divides, self.whole)
-        if self.kind == "int4":
-            return Int4(dtype, sidecar, columns, self.group, self.symmetric, self.scale, self.shape)
-        stored = "" if self.stored == self.code else self.stored
-        return Fp8(dtype, sidecar, self.layout, self.block, self.code, self.scale, stored)
+        return self.format.decoder(self, dtype, columns, sidecar=sidecar)
 
     def specs(self, shape: tuple[int, ...]) -> Specs:
         """Specs of the stored tensors of a weight of `shape` [O, I]."""
-        rows, columns = shape
-        if self.plain:
-            return (Spec(self.stored, shape),)
-        if self.kind == "mxfp4":
-            width = columns if self.stored == "F4" else columns // 2
-            return Spec(self.stored, (rows, width)), Spec(self.scale, (rows, columns // MX_GROUP))
-        if self.kind == "nvfp4":
-            return Spec("U8", (rows, columns // 2)), Spec("F8_E4M3", (rows, columns // NV_GROUP)), Spec("F32", self.whole)
-        if self.kind == "int4":
-            return self.decoder("BF16", columns, sidecar=True).backward_specs(self._int4_right(shape))
-        return Spec(self.stored, shape), Spec(self.scale, scale_shape(self.layout, shape, self.block))
-
-    def _int4_right(self, shape: tuple[int, ...]) -> Specs:
-        groups = shape[1] // (self.group or shape[1])
-        zero = () if self.symmetric else (Spec("I32", (-(-shape[0] // 8), groups)),)
-        return Spec("BF16", shape), Spec(self.scale, (shape[0], groups)), *zero
+        return self.format.specs(self, shape)
 
     @property
     def label(self) -> str:
         """The form in a few words, for people."""
-        if self.plain:
-            return self.stored
-        if self.kind == "mxfp4":
-            return f"MXFP4 ({'compressed-tensors' if self.names[0] == 'weight_packed' else 'Quark'})"
-        if self.kind == "nvfp4":
-            return f"NVFP4 ({'compressed-tensors' if self.divides else 'ModelOpt'})"
-        if self.kind == "int4":
-            return f"INT4, groups of {self.group}{'' if self.symmetric else ', zero points'}"
-        if self.block == (1, MX_GROUP):
-            return "MXFP8"
-        how = {"block": "blocks", "block-4d": "4-D blocks"}.get(self.layout, f"per {self.layout.split('-')[0]}")
-        tiles = f" of {self.block[0]} x {self.block[1]}" if self.block else ""
-        return f"FP8 {self.code.removeprefix('F8_')} {how.replace('scalar', 'tensor')}{tiles}, {self.names[1]} {self.scale}"
+        return self.format.label(self)
 
     def to_json(self) -> dict[str, Any]:
         """The fields that are not the defaults."""
@@ -147,10 +102,10 @@ class Form:
     def from_json(cls, value: Any, where: str) -> Form:
         """The form of `to_json`; raises KconvError where it is none."""
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        if isinstance(value, dict) and not set(value) - set(fields) and value.get("kind") in KINDS:
+        if isinstance(value, dict) and not set(value) - set(fields) and value.get("kind") in list(KINDS):
             made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
             form = cls(**made)
-            named = isinstance(form.names, tuple) and len(form.names) >= LEAST_NAMES.get(form.kind, 1)
+            named = isinstance(form.names, tuple) and len(form.names) >= KINDS[form.kind].least_names
             typed = all(isinstance(getattr(form, n), type(f.default)) for n, f in fields.items() if n not in ("kind", "block"))
             if typed and named and all(isinstance(n, str) for n in form.names):
                 return form
@@ -158,8 +113,6 @@ class Form:
         raise KconvError(f"{where}: {value!r} is no form of a weight", hint=hint)
 
 
-LEAST_NAMES = {"plain": 0, "mxfp4": 2}
-KINDS = ("plain", "fp8", "mxfp4", "nvfp4", "int4")
 MXFP4 = Form("mxfp4", ("weight_packed", "weight_scale"), "U8", "U8")
 NVFP4 = Form("nvfp4", ("weight_packed", "weight_scale", "weight_global_scale"), "U8", "F8_E4M3", whole=(1,))
 FP8_BLOCK = Form("fp8", ("weight", "weight_scale"), "F8_E4M3", "BF16", "F8_E4M3", "block", (128, 128))

@@ -25,7 +25,7 @@ from kconv.spec import FLOATS, Spec
 from kconv.transforms.base import Par, Same, Seq, Transform
 from kconv.transforms.dtype import Cast
 from kconv.transforms.inverse import Inverse, inverse
-from kconv.transforms.quantize import Quantize, QuantizeFp8, QuantizeMxfp4, QuantizeNvfp4
+from kconv.transforms.quantize import Quantize
 from kconv.transforms.shape import Reshape
 
 Keys = tuple[str, ...]
@@ -73,26 +73,18 @@ def steps(stored: Form, wanted: Form, columns: int, *, sidecar: bool, restore: b
 
 def _decoder(form: Form, dtype: str, columns: int, sidecar: bool, stacked: bool) -> Transform:
     transform = form.decoder(dtype, columns, sidecar=sidecar)
-    scalar = [key == form.names[-1] and form.kept and _scalar(form) for key in form.kept]
+    scalar = [key == form.names[-1] and form.kept and form.format.scalar(form) for key in form.kept]
     if not (sidecar and stacked and any(scalar)):
         return transform
     n = 1 + len(form.kept)
     return Seq((transform, Par((Same(), *(Reshape((), (1,)) if s else Same() for s in scalar)), (1,) * n, (1,) * n)))
 
 
-def _scalar(form: Form) -> bool:
-    """Whether the last tensor of a form has no axis."""
-    return form.layout == "scalar" if form.kind == "fp8" else form.kind == "nvfp4" and form.whole == ()
-
-
 def _encoder(form: Form, dtype: str) -> Quantize:
-    if form.kind == "mxfp4":
-        return QuantizeMxfp4(dtype)
-    if form.kind == "nvfp4":
-        return QuantizeNvfp4(dtype, form.divides, form.whole)
-    if form.kind == "fp8":
-        return QuantizeFp8(dtype, form.layout, form.block, form.code, form.scale)
-    raise KconvError(f"kconv does not encode to {form.label}", hint=f"it encodes to {', '.join(ENCODED)}")
+    encoder = form.format.encoder(form, dtype)
+    if encoder is None:
+        raise KconvError(f"kconv does not encode to {form.label}", hint=f"it encodes to {', '.join(ENCODED)}")
+    return encoder
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,6 @@ FAMILIES = {
 }
 VISION_MODULES = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 VISION = ("re:.*vision_tower.*", "re:.*mm_projector.*")
-FORMATS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized", "int4": "pack-quantized", "fp8": "float-quantized"}
-STRATEGIES = {"block": "block", "channel-2d": "channel", "tensor": "tensor"}
 
 
 def block_of(rows: Mapping[str, Collection[Form]], experts: Collection[Form]) -> Config | None:
@@ -50,7 +48,7 @@ def block_of(rows: Mapping[str, Collection[Form]], experts: Collection[Form]) ->
     quantised = {form: names for form, names in held.items() if not form.plain}
     if not quantised:
         return None
-    foreign = sorted(form.label for form in quantised if not _speakable(form))
+    foreign = sorted(form.label for form in quantised if not form.format.sayable(form))
     if foreign:
         raise KconvError(
             f"{', '.join(foreign)} would stay beside weights whose form changes, and no quantization_config says both",
@@ -79,41 +77,19 @@ def placed(config: Config, original: Config, block: Config) -> Config:
     return config
 
 
-def _speakable(form: Form) -> bool:
-    if form.kind == "fp8":
-        return form.names == ("weight", "weight_scale") and (form.layout in STRATEGIES)
-    return form.names[0] == "weight_packed"
-
-
 def _group(form: Form, names: list[str], alone: bool) -> Config:
-    microscaled = form.kind == "fp8" and form.block == (1, 32)
     weights: Config = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 4, "observer": None,
         "observer_kwargs": {}, "scale_dtype": None, "strategy": "group", "symmetric": form.symmetric, "type": "float",
         "zp_dtype": None,
     }  # fmt: skip
-    if form.kind == "nvfp4":
-        weights |= {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
-    elif form.kind == "int4":
-        weights |= {"type": "int", "group_size": form.group}
-    elif form.kind == "mxfp4" or microscaled:
-        weights |= {"group_size": 32, "scale_dtype": "torch.uint8", "num_bits": 8 if microscaled else 4}
-    else:
-        structure = list(form.block) if form.block else None
-        weights |= {"num_bits": 8, "strategy": STRATEGIES[form.layout], "block_structure": structure}
     return {
-        "format": "mxfp8-quantized" if microscaled else FORMATS[form.kind],
-        "input_activations": _dynamic() if form.kind == "fp8" and form.layout == "block" and not microscaled else None,
+        "format": form.format.format,
+        "input_activations": form.format.activations(form),
         "output_activations": None,
         "targets": ["Linear"] if alone else [t for n in names for t in _targets(n)],
-        "weights": weights,
+        "weights": weights | form.format.scheme(form),
     }
-
-
-def _dynamic() -> Config:
-    """Activations in FP8 as engines run block-wise FP8: quantised on the fly in groups of 128."""
-    how = {"dynamic": True, "observer": None, "symmetric": True}
-    return {**how, "group_size": 128, "num_bits": 8, "strategy": "group", "type": "float"}
 
 
 def _targets(name: str) -> list[str]:
