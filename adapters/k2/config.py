@@ -17,6 +17,7 @@ from typing import Any
 
 from kconv.adapters.tables.config import GENERATION_DEFAULTS, HINT, TOKEN_IDS, quantization, without_prefix
 from kconv.adapters.tables.edits import edited
+from kconv.adapters.tables.values import above_zero, counts, flags, is_count
 from kconv.errors import KconvError
 from kconv.spec import FLOATS, SAFETENSORS_NAMES
 
@@ -54,6 +55,35 @@ def text_config(config: Config) -> Config:
         raise KconvError(f"config.json: dtype is {dtype!r}, which is no format of weights", hint="write for example bfloat16")
     _computes(merged)
     return merged
+
+
+def value_faults(text: Config) -> list[str]:
+    """What keeps a text config from being a model, whatever the target; keys left out have the published class's defaults."""
+    c = {"rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "norm_topk_prob": True,
+         "n_group": 8, "topk_group": 4} | text  # fmt: skip
+    found = [*above_zero(c, ("rms_norm_eps",))]
+    if c.get("n_routed_experts"):
+        sizes = ("num_experts_per_tok", "n_group", "topk_group")
+        found += [*above_zero(c, ("routed_scaling_factor",)), *flags(c, ("norm_topk_prob",)), *counts(c, sizes)]
+        if all(is_count(c[key]) for key in sizes):
+            found += _chosen(c)
+    return [f"config.json: {line}; correct it, or give the checkpoint's own config.json" for line in found]
+
+
+def _chosen(c: Config) -> list[str]:
+    """Experts against top-k and groups."""
+    top, groups, of, experts = (c[k] for k in ("num_experts_per_tok", "n_group", "topk_group", "n_routed_experts"))
+    found = [f"num_experts_per_tok = {top} exceeds the {experts} experts"] * (top > experts)
+    found += [f"{experts} experts do not divide into n_group = {groups} groups"] * bool(experts % groups)
+    return found + [f"topk_group = {of} exceeds n_group = {groups}"] * (of > groups)
+
+
+def absent_note(text: Config) -> list[str]:
+    """One note that names the computing keys that a config leaves out."""
+    experts = ("routed_scaling_factor", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group")
+    keys = ("rms_norm_eps", *(experts if text.get("n_routed_experts") else ()))
+    absent = [key for key in keys if key not in text]
+    return [f"config.json leaves out {', '.join(absent)}: the published class's defaults are taken"] if absent else []
 
 
 def _computes(text: Config) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters.k2.config import text_config, vision_config
+from kconv.adapters.k2.config import absent_note, text_config, value_faults, vision_config
 from kconv.adapters.k2.table import VISION_ROOTS, k2_layout
 from kconv.adapters.k2.vision import native_shapes, published_shapes
 from kconv.adapters.tables import checks
@@ -128,6 +128,9 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K2Source:
     source = K2Source(checkpoint, layout, side, published, original, tied, facts, notes=notes, problems=problems)
     source.span = options.layers
     _scan(source)
+    pruned = {"n_routed_experts": min(source.counts.values())} if source.counts else {}
+    problems += value_faults(text | pruned)
+    notes += absent_note(text)
     checks.beyond(checkpoint, source.beyond, len(layout.kinds["layer"]), problems)
     checks.next_tokens(text, bool(source.beyond), notes)
     if source.keeps_vision(options):

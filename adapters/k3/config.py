@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 
 from kconv.adapters.k3.dialects import OWN_KEYS, in_published_words
+from kconv.adapters.k3.values import faults
 from kconv.adapters.tables.config import GENERATION_DEFAULTS, HINT, TOKEN_IDS, Config, quantization, without_prefix
 from kconv.adapters.tables.edits import edited
 from kconv.errors import KconvError
@@ -75,6 +76,8 @@ def native_config(text: Config, *, experts_format: str, counts: dict[int, int], 
     drop = GENERATION_DEFAULTS | OWN_KEYS | {"quantization_config", "auto_map", "architectures", "model_type", DSA}
     lifted = ABSENT | {k: copy.deepcopy(v) for k, v in text.items() if k not in drop}
     lifted |= {"model_type": NATIVE_TYPE, "architectures": ["KimiK3ForCausalLM"]}
+    if text.get("use_grouped_topk") is False:
+        lifted |= {"num_expert_group": 1, "topk_group": 1}
     lifted["experts_format"] = "packed" if experts_format == "packed" else "bf16"
     found = set(counts.values())
     if len(found) > 1:
@@ -82,6 +85,22 @@ def native_config(text: Config, *, experts_format: str, counts: dict[int, int], 
     elif found:
         lifted["num_experts"] = found.pop()  # a pruned checkpoint's config may still say the old number
     return lifted
+
+
+def value_faults(text: Config, counts: dict[int, int]) -> list[str]:
+    """What keeps a text config from being a model, whatever the target; `counts` are the experts that the tensors hold."""
+    native = native_config(text, experts_format="", counts=counts, layers=text["num_hidden_layers"])
+    filled = {"num_experts_per_layer": None, **native, "indexer_config": None}
+    return [f"config.json: {line}; correct it, or give the checkpoint's own config.json" for line in faults(filled)]
+
+
+def absent_note(text: Config, native: Config) -> list[str]:
+    """One note that names the computing keys which a published config leaves out, and what they then are."""
+    experts = {"num_experts_per_token", "moe_renormalize", "moe_router_activation_func", "routed_scaling_factor"}
+    keys = ("rms_norm_eps", "mla_use_nope", "hidden_act", *(sorted(experts) if text.get("num_experts") else ()))
+    absent = [k for k in keys if k not in text]
+    said = ", ".join(f"{k} ({native.get(k)!r})" for k in absent)
+    return [f"config.json leaves out {said}: the published class's defaults are taken"] if absent else []
 
 
 def hf_text_config(config: Config, text: Config, root: str, *, quantized: bool) -> Config:

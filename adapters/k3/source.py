@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.adapters.k3 import indexer, vision
-from kconv.adapters.k3.config import text_config
+from kconv.adapters.k3.config import ABSENT, absent_note, text_config, value_faults
 from kconv.adapters.k3.table import VISION_ROOTS, k3_layout
 from kconv.adapters.tables import checks
 from kconv.adapters.tables.config import Config, quantization
@@ -175,6 +175,8 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     source = K3Source(checkpoint, layout, side, published, original, facts, a_log, tied, notes=notes, problems=problems)
     source.span = options.layers
     _scan(source)
+    problems += value_faults(text, {i: n for i, (n, _) in source.experts.items()} if not options.layers else {})
+    notes += absent_note(text, ABSENT)
     checks.beyond(checkpoint, source.beyond, source.depth, problems)
     checks.next_tokens(text, bool(source.beyond), notes)
     if source.keeps_vision(options):
