@@ -129,7 +129,7 @@ def smallest_k3() -> Draft:
         gate = f"{ROOT}layers.1.block_sparse_moe.gate.{name}"
         draft.tensors[gate] = draft.tensors[gate][:1].clone()
     cut(draft.text, 2)
-    draft.text["num_experts"] = 1
+    draft.text["num_experts"] = draft.text["num_experts_per_token"] = 1
     return draft
 
 

@@ -45,7 +45,7 @@ def faults(c: Config) -> list[str]:
 
 def experts_of(c: Config, layer: int) -> int:
     """Number of routed experts of a 0-based layer; 0 where its MLP is dense."""
-    if not c["num_experts"] or layer < c["first_k_dense_replace"] or layer % c["moe_layer_freq"]:
+    if not c["num_experts"] or layer < (c["first_k_dense_replace"] or 0) or layer % c["moe_layer_freq"]:
         return 0
     per_layer = c.get("num_experts_per_layer")
     return (per_layer[layer] or 0) if per_layer is not None else c["num_experts"]
@@ -130,9 +130,13 @@ def _experts(c: Config) -> list[str]:
         found.append(f"experts_format = {c['experts_format']!r} must be one of {', '.join(FORMATS)}")
     if not all(map(is_count, (top, groups, chosen, c["num_hidden_layers"], c["moe_layer_freq"]))):
         return found
+    if per_layer is not None and not _per_layer(per_layer):
+        return [*found, f"num_experts_per_layer = {per_layer!r} must be a list of whole numbers and nulls"]
     if per_layer is not None and len(per_layer) != c["num_hidden_layers"]:
         return [*found, f"num_experts_per_layer has {len(per_layer)} entries for {c['num_hidden_layers']} layers"]
-    first, every = c["first_k_dense_replace"], c["moe_layer_freq"]
+    first, every = c["first_k_dense_replace"] or 0, c["moe_layer_freq"]
+    if type(first) is not int:
+        return [*found, f"first_k_dense_replace = {first!r} must be a whole number"]
     held = {layer: experts_of(c, layer) for layer in range(c["num_hidden_layers"]) if layer >= first and layer % every == 0}
     if few := {layer: n for layer, n in held.items() if n < top}:
         found.append(f"layers with fewer experts than num_experts_per_token {top} (layer: experts): {few}")
@@ -143,6 +147,10 @@ def _experts(c: Config) -> list[str]:
     return found + _packing(c)
 
 
+def _per_layer(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(n is None or type(n) is int for n in value)
+
+
 def _packing(c: Config) -> list[str]:
     widths = {
         "moe_intermediate_size": c["moe_intermediate_size"],
@@ -150,4 +158,6 @@ def _packing(c: Config) -> list[str]:
     }
     if c["experts_format"] != "packed":
         return []
-    return [f"{n} {w} is no multiple of {GROUP}, which packed MXFP4 needs" for n, w in widths.items() if w % GROUP]
+    return [
+        f"{n} {w} is no multiple of {GROUP}, which packed MXFP4 needs" for n, w in widths.items() if is_count(w) and w % GROUP
+    ]
