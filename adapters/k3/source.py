@@ -175,10 +175,7 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     source = K3Source(checkpoint, layout, side, published, original, facts, a_log, tied, notes=notes, problems=problems)
     source.span = options.layers
     _scan(source)
-    problems += value_faults(text, {i: n for i, (n, _) in source.experts.items()} if not options.layers else {})
-    notes += absent_note(text, ABSENT)
-    checks.beyond(checkpoint, source.beyond, source.depth, problems)
-    checks.next_tokens(text, bool(source.beyond), notes)
+    _check_config(source, text, options)
     if source.keeps_vision(options):
         source.tower = _tower(source)
     if native:
@@ -216,6 +213,15 @@ def _read_forms(source: K3Source, reader: Reader) -> None:
         source.experts[layer] = (count, "+".join(sorted(kinds)) or "packed")
     _activations(source, reader.forms)
     source.forms = reader.finish(quiet=not reader.forms.quantised())
+
+
+def _check_config(source: K3Source, text: Config, options: Options) -> None:
+    """What the config says that no model can be made of, that it leaves out, and that the tensors contradict."""
+    counts = {i: n for i, (n, _) in source.experts.items()} if not options.layers else {}
+    source.problems += value_faults(text, counts)
+    source.notes += absent_note(text, ABSENT)
+    checks.beyond(source.checkpoint, source.beyond, source.depth, source.problems)
+    checks.next_tokens(text, bool(source.beyond), source.notes)
 
 
 def _tower(source: K3Source) -> Tower:
