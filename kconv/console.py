@@ -1,4 +1,4 @@
-"""What people read: folded plan tables, sizes, and the progress line.
+"""What people read while something runs: sizes, times, the progress line, a sign of life.
 
 A terminal gets a live bar; a pipe or a file gets a plain line at once and then every few seconds, without carriage
 returns.
@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 PLAIN_EVERY = 5.0
-
 EVERY = 30.0
 
 

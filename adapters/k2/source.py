@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kconv.adapters.k2.config import absent_note, text_config, value_faults, vision_config
-from kconv.adapters.k2.table import VISION_ROOTS, k2_layout
+from kconv.adapters.k2.table import VISION_ROOTS, k2_table
 from kconv.adapters.k2.vision import native_shapes, published_shapes
 from kconv.adapters.tables import checks
 from kconv.adapters.tables.config import Config, quantization
-from kconv.adapters.tables.rows import K3Layout, Row
+from kconv.adapters.tables.rows import Row, Table
 from kconv.adapters.weights.declared import says
 from kconv.adapters.weights.forms import ACTIVATIONS
 from kconv.adapters.weights.inventory import NO_LAYER, SIDECAR, Forms, Found, Reader, from_facts
@@ -61,7 +61,7 @@ class K2Source:
     """A checkpoint of the family, as `read_source` found it."""
 
     checkpoint: Checkpoint
-    layout: K3Layout
+    layout: Table
     side: Side
     published: Side
     original_config: Config
@@ -113,7 +113,7 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K2Source:
     """Read a checkpoint's layout; raises KconvError where it is none of this family, collects smaller problems."""
     notes, problems = list(checkpoint.notes), list[str]()
     text = text_config(checkpoint.config)
-    layout = k2_layout(text)
+    layout = k2_table(text)
     said = (checkpoint.manifest or {}).get("to") == "native"  # without a layer of experts no name tells it
     native = said or any(n.endswith(tuple(f".mlp.experts.{g}" for g in GROUPED)) for n in checkpoint.entries)
     manifest = (checkpoint.manifest or {}) if native else {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kconv.adapters.tables.rows import MEANING, MOST, K3Layout, Row, q_lora
+from kconv.adapters.tables.rows import MEANING, MOST, Row, Table, q_lora
 from kconv.errors import KconvError
 
 Config = dict[str, Any]
@@ -104,7 +104,7 @@ VISION: tuple[VisionRow, ...] = (
 )
 
 
-def k2_layout(config: Config) -> K3Layout:
+def k2_table(config: Config) -> Table:
     """The layout of a text config; raises KconvError where a size is missing or no count."""
     lacking = [key for key in COUNTS if config.get(key) is None]
     if lacking:
@@ -116,7 +116,7 @@ def k2_layout(config: Config) -> K3Layout:
     n, first, every = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
     moe = tuple(i for i in range(n) if config.get("n_routed_experts") and i >= first and i % every == 0)
     kinds = {"layer": tuple(range(n)), "moe": moe, "dense": tuple(i for i in range(n) if i not in moe)}
-    return K3Layout(config, kinds, _sizes(config), ROWS, EXPERTS)
+    return Table(config, kinds, _sizes(config), ROWS, EXPERTS)
 
 
 def _sizes(c: Config) -> dict[str, int]:

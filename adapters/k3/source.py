@@ -18,10 +18,10 @@ from typing import Any
 
 from kconv.adapters.k3 import indexer, vision
 from kconv.adapters.k3.config import ABSENT, absent_note, text_config, value_faults
-from kconv.adapters.k3.table import VISION_ROOTS, k3_layout
+from kconv.adapters.k3.table import VISION_ROOTS, k3_table
 from kconv.adapters.tables import checks
 from kconv.adapters.tables.config import Config, quantization
-from kconv.adapters.tables.rows import K3Layout, Row
+from kconv.adapters.tables.rows import Row, Table
 from kconv.adapters.weights.declared import HF_QUANT, disagreement, says
 from kconv.adapters.weights.forms import ACTIVATIONS
 from kconv.adapters.weights.inventory import SIDECAR, Forms, Found, Reader, from_facts
@@ -70,7 +70,7 @@ class K3Source:
     """A checkpoint of the family, as `read_source` found it."""
 
     checkpoint: Checkpoint
-    layout: K3Layout
+    layout: Table
     side: Side
     published: Side
     original_config: Config
@@ -156,7 +156,7 @@ def read_source(checkpoint: Checkpoint, options: Options) -> K3Source:
     side = Side("native", "model.", "") if native else _published(checkpoint, problems)
     if found := indexer.indexer(checkpoint, text, side.root, options, notes, problems):
         text["indexer_config"] = found
-    layout = k3_layout(text)
+    layout = k3_table(text)
     manifest = (checkpoint.manifest or {}) if native else {}
     original = manifest.get("source", {}).get("config") or checkpoint.config
     hf_quant = checkpoint.json(HF_QUANT)
@@ -263,7 +263,7 @@ def _published(checkpoint: Checkpoint, problems: list[str]) -> Side:
     return Side("hf" if root != "model." else "hf-text", root, head, len(dotted) > len(plain), dense)
 
 
-def _a_log_shape(checkpoint: Checkpoint, layout: K3Layout, side: Side) -> tuple[int, ...]:
+def _a_log_shape(checkpoint: Checkpoint, layout: Table, side: Side) -> tuple[int, ...]:
     """The form of A_log that most KDA layers have, among those that are one; [H] where none is."""
     heads = layout.sizes["H"]
     if side.name == "native":

@@ -11,7 +11,7 @@ Source: headers of the published checkpoint (60 patterns that multiply out to it
 
 from __future__ import annotations
 
-from kconv.adapters.tables.rows import MOST, Config, K3Layout, Row, q_lora
+from kconv.adapters.tables.rows import MOST, Config, Row, Table, q_lora
 from kconv.errors import KconvError
 
 
@@ -109,7 +109,7 @@ OPTIONAL_COUNTS = ("num_key_value_heads", "q_lora_rank", "moe_intermediate_size"
 LINEAR_COUNTS = ("num_heads", "head_dim", "short_conv_kernel_size")
 
 
-def k3_layout(config: Config) -> K3Layout:
+def k3_table(config: Config) -> Table:
     """The layout of a text config (`text_config` of the published one); raises KconvError where it contradicts itself."""
     linear = config.get("linear_attn_config")
     if not isinstance(linear, dict):
@@ -122,7 +122,7 @@ def k3_layout(config: Config) -> K3Layout:
             f"config.json: kda_layers and full_attn_layers (1-based) do not cover the {n} layers once each",
             hint="correct linear_attn_config or num_hidden_layers",
         )
-    return K3Layout(config, _kinds(config, n, kda, mla), _sizes(config, linear), ROWS, EXPERTS)
+    return Table(config, _kinds(config, n, kda, mla), _sizes(config, linear), ROWS, EXPERTS)
 
 
 def _check_counts(config: Config, linear: Config) -> None:

@@ -39,7 +39,7 @@ MOST = 1 << 31
 
 
 @dataclass(frozen=True)
-class K3Layout:
+class Table:
     """A family's table with the layer kinds (0-based) and sizes that were read from a text config."""
 
     config: Config

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kconv.adapters.tables.rows import K3Layout, Row
+from kconv.adapters.tables.rows import Row, Table
 from kconv.adapters.weights.declared import Says
 from kconv.adapters.weights.forms import ACTIVATIONS, MXFP4, SUFFIXES, Declared, Form, FormError, detect, plain
 from kconv.checkpoint.reading import Checkpoint
@@ -145,7 +145,7 @@ def _from_facts(facts: Mapping[str, Any], layers: Iterable[int], parts: Iterable
 class Reader:
     """Reads the forms of a published checkpoint; appends to `notes` and `problems`."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: K3Layout, says: Says, block: tuple[int, int] | None,
+    def __init__(self, checkpoint: Checkpoint, layout: Table, says: Says, block: tuple[int, int] | None,
                  notes: list[str], problems: list[str]) -> None:  # fmt: skip
         self.checkpoint, self.layout, self.says, self.block = checkpoint, layout, says, block
         self.notes, self.problems = notes, problems

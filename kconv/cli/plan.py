@@ -8,7 +8,7 @@ import click
 
 from kconv.cli.common import Outcome, announce, outcome_command
 from kconv.cli.options import Size, conversion_options
-from kconv.console import human
+from kconv.console import clock, human
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 @click.option("--shard-size", type=Size(), help="Tensor bytes a file holds at most, for --out.  [default: 5GB]")
 def command(source: str, to: str, out: str | None, shard_size: int | None, **options: Any) -> Outcome:
     """Show what converting SOURCE would do: coverage, table, sizes, memory, grade. Reads headers only."""
-    from kconv.console import human
     from kconv.conversion import SHARD_SIZE, default_workers, plan
     from kconv.engine.preflight import peak_bytes
 
@@ -45,8 +44,6 @@ def command(source: str, to: str, out: str | None, shard_size: int | None, **opt
 
 
 def _lines(out: str, found: dict[str, Any]) -> dict[str, str]:
-    from kconv.console import clock, human
-
     read = f"read {human(found['read_rate'])}/s, " if found["read_rate"] else "source not probed, "
     return {
         out: f"{human(found['needed_bytes'])} in {found['files']:,} files of at most {human(found['largest_file'])}, "

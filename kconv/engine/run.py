@@ -1,7 +1,6 @@
-"""Executing slabs: worker threads that each read, convert and write one part at a time, in file order, within a budget.
+"""Executing slabs: worker threads that each take one part at a time, in file order.
 
-Memory is what the workers hold: one part's inputs and outputs each (a few MB, or one untileable tensor), whatever the
-size of the checkpoint. The first error stops every worker after its part; an interrupt does the same.
+The first error stops every worker after its part; an interrupt does the same.
 """
 
 from __future__ import annotations

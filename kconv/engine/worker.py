@@ -1,7 +1,8 @@
 """One worker: reads, converts and delivers parts, in buffers of its own.
 
 Memory is what the workers hold: one part's inputs and outputs each (a few MB, or one untileable tensor), whatever the
-size of the checkpoint."""
+size of the checkpoint.
+"""
 
 from __future__ import annotations
 

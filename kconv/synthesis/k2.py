@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from kconv.adapters.k2.config import vision_config
 from kconv.adapters.k2.source import ROOTS, Side
-from kconv.adapters.k2.table import EXPERTS, VISION, k2_layout
+from kconv.adapters.k2.table import EXPERTS, VISION, k2_table
 from kconv.adapters.k2.vision import vision_sizes
-from kconv.adapters.tables.rows import K3Layout
+from kconv.adapters.tables.rows import Table
 from kconv.errors import Problems
 from kconv.spec import Spec, dtype_name
 from kconv.synthesis.configs import END_OF_MESSAGE, EOS, MEDIA, generation_config, tokenizer_files
@@ -166,7 +166,7 @@ def make(s: K2Shape, seed: int) -> Synthetic:
     """A Kimi K2 checkpoint."""
     s.check()
     config = config_of(s)
-    found = {name: (spec, layer) for name, spec, layer in _tensors(s, k2_layout(text_config(s)), config)}
+    found = {name: (spec, layer) for name, spec, layer in _tensors(s, k2_table(text_config(s)), config)}
     total = s.layers + 1 + s.vision
     shards = {n: f"model-{_shard(n, layer, s):05d}-of-{total:06d}.safetensors" for n, (_, layer) in found.items()}
     files = generation_config(s) | tokenizer_files(s)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def _shard(name: str, layer: int | None, s: K2Shape) -> int:
     return s.layers + (2 if name.startswith(("vision_tower", "mm_projector")) else 1)
 
 
-def _tensors(s: K2Shape, layout: K3Layout, config: Json) -> Iterator[tuple[str, Spec, int | None]]:
+def _tensors(s: K2Shape, layout: Table, config: Json) -> Iterator[tuple[str, Spec, int | None]]:
     side = Side("hf", s.root, dict(ROOTS)[s.root])
     plain = dtype_name(s.dtype)
     for row in layout.rows():

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kconv.adapters.k3.source import ROOTS, Side
-from kconv.adapters.k3.table import EXPERTS, k3_layout
-from kconv.adapters.tables.rows import K3Layout, Row
+from kconv.adapters.k3.table import EXPERTS, k3_table
+from kconv.adapters.tables.rows import Row, Table
 from kconv.spec import Spec, dtype_name
 from kconv.synthesis.configs import generation_config, k3_config, k3_text_config, linear_config, tokenizer_files
 from kconv.synthesis.family import Family
@@ -46,10 +46,10 @@ class Piece:
 def make_k3(shape: K3Shape, seed: int) -> Synthetic:
     """A Kimi K3 checkpoint."""
     shape.check()
-    return k3_like(shape, k3_layout(k3_text_config(shape)), k3_config(shape), seed)
+    return k3_like(shape, k3_table(k3_text_config(shape)), k3_config(shape), seed)
 
 
-def k3_like(shape: K3Shape, layout: K3Layout, config: dict[str, Any], seed: int) -> Synthetic:
+def k3_like(shape: K3Shape, layout: Table, config: dict[str, Any], seed: int) -> Synthetic:
     """A checkpoint in Kimi K3's shards, of a layout's tensors and the vision tower."""
     text = _Text(shape, layout, all_fp32=True)
     pieces = [*text.pieces(), *(vision(shape) if _sees(shape) else ())]
@@ -66,7 +66,7 @@ def make_linear(shape: LinearShape, seed: int) -> Synthetic:
     """A Kimi-Linear checkpoint."""
     shape.check()
     config = linear_config(shape)
-    pieces = list(_Text(shape, k3_layout(config), all_fp32=False).pieces())
+    pieces = list(_Text(shape, k3_table(config), all_fp32=False).pieces())
     return _synthetic(shape, config, pieces, _filled_shards(shape, pieces), seed)
 
 
@@ -93,7 +93,7 @@ class _Text:
     """The text model's tensors under one naming."""
 
     shape: TextShape
-    layout: K3Layout
+    layout: Table
     all_fp32: bool
 
     def pieces(self) -> Iterator[Piece]:

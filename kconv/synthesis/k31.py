@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kconv.adapters.k3.table import k3_layout
+from kconv.adapters.k3.table import k3_table
 from kconv.synthesis.configs import k3_config, k3_text_config
 from kconv.synthesis.family import Family, knob
 from kconv.synthesis.k3 import k3_like
@@ -32,7 +32,7 @@ def make_k31(shape: K31Shape, seed: int) -> Synthetic:
     """A Kimi K3.1 checkpoint."""
     shape.check()
     indexer = {"num_heads": shape.index_heads, "head_dim": shape.index_dim, "norm_bias": shape.index_bias, "layers": shape.mla}
-    layout = k3_layout(k3_text_config(shape) | {"indexer_config": indexer})
+    layout = k3_table(k3_text_config(shape) | {"indexer_config": indexer})
     return k3_like(shape, layout, k31_config(shape), seed)
 
 

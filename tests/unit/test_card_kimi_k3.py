@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kconv.adapters.k3.table import k3_layout
+from kconv.adapters.k3.table import k3_table
 from kconv.errors import KconvError
 from kconv.spec import Spec
 from kconv.synthesis.k3 import K3
@@ -43,7 +43,7 @@ def test_the_card_s_layout_is_the_adapter_s_table_at_full_size(card, tensors):
 
 
 def test_the_card_s_domains_are_the_config_s_layers(card):
-    layout = k3_layout(published_config(card)["text_config"])
+    layout = k3_table(published_config(card)["text_config"])
     assert {k: v for k, v in card.domains.items() if k in layout.kinds} == layout.kinds
 
 
