@@ -35,7 +35,7 @@ STAGED = 4
 
 def peak_bytes(plan: Plan, workers: int, device: str = "cpu") -> int:
     """Bytes that the workers hold at most: the largest part's inputs and outputs, for each worker."""
-    largest: dict[tuple, int] = {}
+    largest: dict[tuple[object, ...], int] = {}
     for edge in plan.edges:
         for lefts, rights in zip(edge.lefts, edge.rights, strict=True):
             key = (edge.rule.transform, lefts, rights)

@@ -43,7 +43,7 @@ def execute(
     kind = worker_for(device)
     progress, stop = Progress(), threading.Event()
     failures: list[tuple[tuple[int, ...], BaseException]] = []
-    feed, zero_memo = Feed(streams, 1 if device == "cpu" else None, sink.begin), dict[tuple, bool]()
+    feed, zero_memo = Feed(streams, 1 if device == "cpu" else None, sink.begin), dict[tuple[object, ...], bool]()
     finished = threading.Semaphore(0)
 
     def work() -> None:

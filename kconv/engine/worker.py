@@ -119,7 +119,7 @@ def converted(part: Part, ins: list[Tensor], outs: list[Tensor] | None) -> list[
 class Worker:
     """Reads, converts and delivers parts; owns its buffers."""
 
-    def __init__(self, files: Files, sink: Sink, device: str, zero_memo: dict) -> None:
+    def __init__(self, files: Files, sink: Sink, device: str, zero_memo: dict[tuple[object, ...], bool]) -> None:
         self.files, self.sink, self.device = files, sink, device
         self._in, self._out = Arena(), Arena()
         self._zero_memo = zero_memo
@@ -179,7 +179,7 @@ class Worker:
             outs = None if cut is None else [shaped(d, w) for d, w in zip(cut, part.writes, strict=True)]
             return converted(part, [shaped(d, r) for d, r in zip(data, part.reads, strict=True)], outs)
 
-    def kind(self, part: Part) -> tuple:
+    def kind(self, part: Part) -> tuple[object, ...]:
         """What decides which code a conversion runs."""
         return self.device, part.transform, part.backward, *(r.spec.dtype for r in part.reads)
 

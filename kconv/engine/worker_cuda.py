@@ -87,7 +87,7 @@ class CudaWorker(Worker):
     _lends_views = False
     """Whether the stream reads pinned memory through numpy views, which torch's allocator does not know to be in use."""
 
-    def __init__(self, files: Files, sink: Sink, device: str, zero_memo: dict) -> None:
+    def __init__(self, files: Files, sink: Sink, device: str, zero_memo: dict[tuple[object, ...], bool]) -> None:
         import torch
 
         super().__init__(files, sink, device, zero_memo)

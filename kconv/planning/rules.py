@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kconv.spec import Spec
 from kconv.transforms.base import Same, Specs, Transform
@@ -83,7 +84,7 @@ class Rule:
         """File group of a right operand."""
         return self.group[operand] if len(self.group) > 1 else self.group[0]
 
-    def identity(self) -> dict:
+    def identity(self) -> dict[str, object]:
         """What the plan's digest is made of."""
         return {
             "left": self.left,
@@ -95,7 +96,7 @@ class Rule:
         }
 
 
-def rule(left: str | Sequence[str], right: str | Sequence[str], transform: Transform = SAME, **kwargs) -> Rule:
+def rule(left: str | Sequence[str], right: str | Sequence[str], transform: Transform = SAME, **kwargs: Any) -> Rule:
     """A rule with one piece; single names may be given bare."""
     names = (left,) if isinstance(left, str) else tuple(left)
     rights = (right,) if isinstance(right, str) else tuple(right)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kconv.names import ranges
 
@@ -22,7 +22,7 @@ def few(numbers: Sequence[int]) -> str:
 
 def plan_rows(edges: Sequence[Edge], backward: bool) -> list[tuple[str, str, str, str]]:
     """One row a rule and kind of spec: tensors made, target template, spec, and where they come from and how."""
-    groups: dict[tuple, list[Edge]] = {}
+    groups: dict[tuple[Any, ...], list[Edge]] = {}
     for edge in edges:
         key = (*_templates(edge, backward), edge.right, tuple(edge.lefts))
         groups.setdefault(key, []).append(edge)

@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kconv.errors import KconvError
 from kconv.spec import Spec
@@ -227,8 +227,9 @@ class Par(Transform):
     def grade(self) -> Grade:
         return max(step.grade for step in self.steps)
 
-    def _each(self, method: str, counts: tuple[int, ...], items: Sequence, outs: Sequence | None, out_counts):
-        result: list = []
+    def _each(self, method: str, counts: tuple[int, ...], items: Sequence[Any], outs: Sequence[Any] | None,
+              out_counts: tuple[int, ...]) -> list[Any]:  # fmt: skip
+        result: list[Any] = []
         at = 0
         for step, n, m in zip(self.steps, counts, out_counts, strict=True):
             lent = () if outs is None else (outs[len(result) : len(result) + m],)

@@ -11,9 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kconv.errors import KconvError
 from kconv.kernels.geometry import LAYOUTS, grid, layout_of, scale_shape
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     Outs = Sequence[Tensor] | None
 
+T = TypeVar("T")
 CODES = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
 
 
@@ -68,7 +69,7 @@ class Fp8(ScaledTransform):
             raise KconvError(f"U8 scales in the layout {self.layout} could mean anything: only blocks of E8M0 bytes are known")
 
     @classmethod
-    def of(cls, weight: Spec, scale: Spec, *, block: tuple[int, int] | None = None, **options) -> Fp8:
+    def of(cls, weight: Spec, scale: Spec, *, block: tuple[int, int] | None = None, **options: Any) -> Fp8:
         """The transform for a pair of specs: layout by shape, code and scale by dtype; `options` are the other fields."""
         layout = _spec_error(layout_of, weight.shape, scale.shape, block)
         options.setdefault("code", weight.dtype)
@@ -136,7 +137,7 @@ def Mxfp8(dtype: str = "BF16", sidecar: bool = True, scale_dtype: str = "U8") ->
     return Fp8(dtype, sidecar, "block", (1, 32), "F8_E4M3", scale_dtype)
 
 
-def _spec_error(function, *arguments):
+def _spec_error(function: Callable[..., T], *arguments: object) -> T:
     try:
         return function(*arguments)
     except KconvError as e:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kconv.spec import Spec
 from kconv.transforms.base import Grade, SpecError, Specs, Transform, stated
@@ -34,7 +34,7 @@ class SideBySide(Transform):
     def grade(self) -> Grade:
         return self.transform.grade
 
-    def _split(self, items: Sequence) -> list[Sequence]:
+    def _split(self, items: Sequence[Any]) -> list[Sequence[Any]]:
         if len(items) % self.parts:
             raise SpecError(f"{len(items)} tensors are no {self.parts} equal groups")
         n = len(items) // self.parts
