@@ -91,7 +91,7 @@ def test_unreadable_cards_are_refused(card, tmp_path):
     with pytest.raises(KconvError, match=r"no card is called kimi-k9\n  next: cards are .*kimi-k3"):
         load_card("kimi-k9")
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(KconvError, match="is not YAML"):
+    with pytest.raises(KconvError, match="is not valid YAML"):
         load_card(tmp_path / "bad.yaml")
     with pytest.raises(KconvError, match=r"'BF17 .7.' is no tensor"):
         broken(card, lambda d: d["layout"]["groups"][0]["tensors"].update(x="BF17 [7]")).problems()
