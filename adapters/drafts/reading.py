@@ -223,6 +223,9 @@ def _layers(keys: _Keys, reading: Reading, declared: Mapping[str, Any]) -> None:
     if not any(sliding):
         out.pop("sliding_window", None)
     by_layer = keys.get("layer_is_causal")
+    if by_layer is not None and len(by_layer) != depth:
+        keys.problems.append(f"layer_is_causal has {len(by_layer)} entries for {depth} layers")
+        by_layer = None
     if by_layer is not None and len(set(by_layer)) > 1:
         out["layer_is_causal"], out["is_causal"] = by_layer, False
         return
