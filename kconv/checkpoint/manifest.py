@@ -28,7 +28,7 @@ SEAL = "sha256"
 
 KINDS: dict[tuple[str, ...], type] = {
     ("source",): dict, ("source", "config"): dict, ("facts",): dict, ("options",): dict, ("files",): dict,
-    ("plan_digest",): str, ("from",): str, ("to",): str,
+    ("plan_digest",): str, ("from",): str, ("to",): str, ("provenance",): dict,
 }  # fmt: skip
 WORDS: dict[type, str] = {dict: "an object", str: "a text"}
 
@@ -84,6 +84,8 @@ def _wrong(manifest: dict[str, Any]) -> Iterator[str]:
         if not isinstance(value, kind):
             yield f"{'.'.join(path)} is {value!r}, expected {WORDS[kind]}"
             return
+    if not all(isinstance(seal, str) for seal in manifest.get("provenance", {}).values()):
+        yield "provenance holds what is no digest"
     for name, known in manifest.get("files", {}).items():
         if not isinstance(known, dict) or type(known.get("size")) is not int:
             yield f"files.{name} has no size"

@@ -72,6 +72,8 @@ class _Count:
 
 
 def _hash(path: Path, read: _Count) -> str:
+    if path.exists() and not path.is_file():
+        raise KconvError(f"{path} is no regular file", hint="fetch the checkpoint again")
     try:
         before, digest, piece = _identity(path), hashlib.sha256(), bytearray(PIECE)
         with path.open("rb", buffering=0) as f:

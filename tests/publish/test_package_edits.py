@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from kconv.errors import KconvError, Problems
 from kconv.packaging import provenance
 from kconv.packaging.check import check
 from kconv.packaging.package import package
+from kconv.storage.files import LocalFiles
+from kconv.storage.known_hashes import sha256_of_files
 from kconv.synthesis.drafts import KINDS
 from tests.publish.packaged import DECLARED, WHOSE, config_of, packaged
 
@@ -177,6 +180,12 @@ def test_one_bit_anywhere_in_the_target_is_found(family: str, tmp_path: Path, re
         raw[at] ^= 1
         file.write_bytes(raw)
     assert check(out, target, **WHOSE)["verdict"] == "exact"
+
+
+def test_a_pipe_for_a_weight_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(KconvError, match="is no regular file"):
+        sha256_of_files(LocalFiles(tmp_path), ["model.safetensors"], "target")
 
 
 def test_quick_says_what_was_not_read_and_is_never_exact(tmp_path: Path, target: Path) -> None:

@@ -153,7 +153,8 @@ def test_local_files_list_a_folder_with_links_in_a_circle(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("path", "value"), [
-    (("options",), {}), (("files",), None), (("files", "config.json"), {}), (("files", "config.json", "size"), "x"),
+    (("options",), {}), (("files",), None), (("provenance",), 10**39), (("provenance",), {"config.json": 1}),
+    (("files", "config.json"), {}), (("files", "config.json", "size"), "x"),
     (("facts", "formats", 0, "form", "names"), []), (("facts", "formats", 0, "form", "names"), ["x", None]),
     (("facts", "formats", 0, "form", "names", 0), []), (("facts", "formats", 0, "rows"), 1),
     (("facts", "formats", 0, "rows"), {"a": 1}), (("facts", "formats", 0, "experts", "w1", 0), []),
